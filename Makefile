@@ -1,0 +1,41 @@
+# Each target sets up what it needs in .venv and can be run again at any time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check format clean
+
+## demo: train a real network in fp32, bf16 and fp16 side by side, and write a report
+demo: $(VENV)/.run
+	$(BIN)/floatplan compare --task digits
+
+## test: run the tests
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+## check: lint, types, and the order of the rooms
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+## format: rewrite the sources as `make check` wants them
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable ".[dev]"
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

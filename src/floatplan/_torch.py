@@ -1,0 +1,144 @@
+"""Every private name of torch that floatplan uses, each with its reason.
+
+A release of torch may move or drop any of these; this file is where that is seen and mended. Checked on
+torch 2.13.0; the names are the same in the sources of 2.11.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.compiler.config
+
+# --- The dispatcher ---------------------------------------------------------------------------------
+
+AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+"""Dispatch key of each device type whose operators floatplan casts."""
+
+
+def dispatch_keys(name: str) -> tuple[Any, Any]:
+    """(the key called ``name`` as a set, the set of all keys that come after it).
+
+    ``torch.library`` can register a kernel for a key but not redispatch below it without these sets.
+    """
+    key = getattr(torch._C.DispatchKey, name)
+    return torch._C.DispatchKeySet(key), torch._C._dispatch_keyset_full_after(key)
+
+
+def exclude(keys: Any) -> AbstractContextManager[None]:
+    """Calls in this context skip the dispatch keys ``keys`` (what torch's C++ autocast kernels do)."""
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def has_kernel(overload: str, key: str) -> bool:
+    """Whether ``overload`` has a kernel of its own at ``key`` (a fallthrough does not count)."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload, key))
+
+
+def all_operators() -> list[str]:
+    """Name of every operator overload that torch knows now, as ``namespace::name.overload``."""
+    return list(torch._C._dispatch_get_all_op_names())
+
+
+def native_kernel(overload: str, key: str) -> Callable[..., Any]:
+    """Torch's own kernel of ``overload`` at ``key``; called as ``kernel(keys, *args, **kwargs)``.
+
+    ``torch.library.get_kernel`` is public; the boxed call on what it returns is not documented.
+    """
+    call: Callable[..., Any] = torch.library.get_kernel(overload, key).call_boxed
+    return call
+
+
+def put_kernel(library: torch.library.Library, overload: str, kernel: Callable[..., Any], key: str) -> None:
+    """Put ``kernel`` in place of whatever ``overload`` has at ``key``. It gets the dispatch keys first.
+
+    Torch warns once per process, from C++, that a kernel was overridden; that is what we mean to do. The
+    filter is for this message alone and for this call alone.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        library.impl(  # type: ignore[no-untyped-call]
+            overload.partition("::")[2], kernel, key, with_keyset=True, allow_override=True
+        )
+
+
+def overload_named(overload: str) -> torch._ops.OpOverload:
+    """The callable of ``namespace::name.overload``."""
+    qualified, _, suffix = overload.partition(".")
+    namespace, _, name = qualified.partition("::")
+    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
+    return found
+
+
+# --- Thread state -------------------------------------------------------------------------------------
+
+# Autocast state of "maia", a device type for which no kernels are built: torch keeps it per thread,
+# autograd threads inherit it, and Dynamo guards on it. Its dtype numbers the policies in force.
+CARRIER = "maia"
+CARRIER_VALUES: tuple[torch.dtype, ...] = tuple(
+    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+)
+
+
+def inside_backward() -> bool:
+    """Whether the calling thread is running a backward pass (a recomputation runs inside one)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# --- Machine ------------------------------------------------------------------------------------------
+
+
+def onednn_runs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN, which holds the CPU's optimised kernels, takes ``dtype`` (bf16 or fp16) here."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return bool(supported()) if supported is not None else False
+
+
+# --- Compilation --------------------------------------------------------------------------------------
+
+
+def compile_cache_tag() -> str:
+    """The tag that torch.compile mixes into the key of its caches on disk."""
+    return str(torch.compiler.config.cache_key_tag)
+
+
+def set_compile_cache_tag(tag: str) -> None:
+    """Set that tag. Kernels at autocast keys change what a graph means, which torch cannot see."""
+    torch.compiler.config.cache_key_tag = tag
+
+
+# --- Gradient scaling -----------------------------------------------------------------------------------
+
+
+def check_and_unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """``grad *= inv_scale`` for each, in float32; sets ``found_inf`` to 1 if one was not finite before.
+
+    The scaler's arithmetic must agree with torch's bit for bit, and on accelerators this is the one kernel
+    that reads the factor from the device. All of one device and dtype; not bfloat16, except on CPU.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """Back the scale off or let it grow, where it lies: the host is not asked."""
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """L2 norm of each of n tensors of one device and dtype, shape (n,), added up in ``dtype``.
+
+    Public functions take one tensor each; an accelerator runs these in a few kernels for all.
+    """
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))

@@ -1,0 +1,7 @@
+"""HOW tensors get to their precision: dispatcher kernels, regions, what a device runs fast."""
+
+from floatplan.engine.capability import precision_notes
+from floatplan.engine.custom import custom_bwd, custom_fwd
+from floatplan.engine.region import autocast
+
+__all__ = ["autocast", "custom_bwd", "custom_fwd", "precision_notes"]

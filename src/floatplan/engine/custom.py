@@ -1,0 +1,96 @@
+"""``custom_fwd`` and ``custom_bwd``: custom autograd functions under autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+
+from floatplan.engine import state
+from floatplan.engine.region import _device_type, autocast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def custom_fwd(fwd: F, *, device_type: str, cast_inputs: torch.dtype | None = None) -> F: ...
+
+
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[[F], F]: ...
+
+
+def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+    """Decorate ``forward`` of a ``torch.autograd.Function`` for use under autocast.
+
+    Args:
+        fwd: the forward; its first argument is the context of the autograd function.
+        device_type: "cpu" or "cuda".
+        cast_inputs: in a region, cast floating-point tensors of that device (float64 excepted) to this dtype
+            and run forward with autocast disabled. ``None`` runs forward in the region as it stands.
+            Outside a region it does nothing.
+
+    The state of the region (on, dtype, policy) is kept on the context, where `custom_bwd` finds it.
+    """
+    device = _device_type(device_type)
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_autocast_enabled(device)
+        ctx._dtype = torch.get_autocast_dtype(device)
+        ctx._floatplan_policy = state.policies_in_force().get(device)
+        ctx._fwd_used_autocast = enabled and cast_inputs is None
+        if not enabled or cast_inputs is None:
+            return fwd(ctx, *args, **kwargs)
+        with autocast(device, enabled=False):
+            return fwd(ctx, *_cast(args, device, cast_inputs), **_cast(kwargs, device, cast_inputs))
+
+    return forward
+
+
+@overload
+def custom_bwd(bwd: F, *, device_type: str) -> F: ...
+
+
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[F], F]: ...
+
+
+def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
+    """Decorate ``backward`` so that it runs in the state of the forward: on or off, dtype and policy.
+
+    Args:
+        bwd: the backward; its first argument is the context that `custom_fwd` wrote to.
+        device_type: "cpu" or "cuda".
+    """
+    device = _device_type(device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = ctx._floatplan_policy if ctx._floatplan_policy is not None else "torch"
+        with autocast(device, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast, policy=policy):
+            return bwd(ctx, *args, **kwargs)
+
+    return backward
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """``value`` with every floating-point tensor of the device in it, at any depth, in ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        eligible = value.is_floating_point() and value.dtype is not torch.float64
+        return value.to(dtype) if eligible and value.device.type == device_type else value
+    if isinstance(value, Mapping):
+        return {key: _cast(item, device_type, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, device_type, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, device_type, dtype) for item in value)
+    return value

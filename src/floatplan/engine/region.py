@@ -1,0 +1,243 @@
+"""The region: ``with autocast("cpu", dtype=torch.bfloat16): ...``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from floatplan import _torch
+from floatplan.engine import state
+from floatplan.engine.capability import precision_notes
+from floatplan.engine.kernels import ensure_registered
+from floatplan.errors import PolicyError, PrecisionWarning, RegionError, nearest
+from floatplan.policy import Policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+_said: set[tuple[str, torch.dtype]] = set()
+
+
+class _Outside(NamedTuple):
+    """Thread state on entry, which the exit restores."""
+
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+    carrier: tuple[bool, torch.dtype]
+    tag: str
+
+
+class autocast:
+    """A region in which each operator runs in the precision that a policy gives it.
+
+    Takes the arguments of ``torch.amp.autocast`` and can stand in its place; works as a context manager and
+    as a decorator, nests with itself and with ``torch.autocast``, and one object may be entered again
+    while it is active.
+
+    Args:
+        device_type: "cpu" or "cuda" (a ``torch.device`` and "cuda:0" are taken too).
+        dtype: the low-precision format, ``torch.bfloat16`` or ``torch.float16``. By default torch's for that
+            device type: bfloat16 on the CPU, float16 on CUDA.
+        enabled: ``False`` makes a region in which operators run in the dtypes they are given.
+        cache_enabled: as in torch, for regions that run torch's own kernels (``policy="torch"``).
+        policy: "unified" (one table for all devices), "torch" (the device's own table in torch, computed
+            by torch's own kernels), or a `Policy`.
+
+    Raises:
+        RegionError: a device type that floatplan has no kernels for.
+        PolicyError: not a policy, or one that names an operator which torch does not know.
+
+    Warns:
+        PrecisionWarning: the device is not there or the dtype is not a low-precision one, so the region runs
+            without casts; or some operators stay in float32, once per device type and dtype.
+    """
+
+    def __init__(
+        self,
+        device_type: str | torch.device,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str = "unified",
+    ) -> None:
+        self.device = _device_type(device_type)
+        self.fast_dtype = torch.get_autocast_dtype(self.device) if dtype is None else dtype
+        self.policy = _policy(policy, self.device)
+        self._native = self.policy.native_device == self.device
+        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._enabled = bool(enabled) and self._can_be_had()
+        self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
+        self._outside: dict[int, list[_Outside]] = {}
+        if self._enabled and not self._native:
+            ensure_registered(self.device, self.policy)
+            self._say_what_stays()
+
+    def _can_be_had(self) -> bool:
+        """Whether this machine can run the region; says so if not."""
+        if not isinstance(self.fast_dtype, torch.dtype):
+            raise RegionError(f"dtype must be a torch.dtype such as torch.bfloat16, got {self.fast_dtype!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            problem = "CUDA is not available here"
+        elif self.fast_dtype not in LOW_DTYPES:
+            problem = f"{self.fast_dtype} is not a low-precision dtype (torch.bfloat16 or torch.float16)"
+        else:
+            return True
+        warnings.warn(
+            f"autocast({self.device!r}) is disabled: {problem}. Operators run in the dtypes they are given",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+        return False
+
+    def _say_what_stays(self) -> None:
+        """Precision is not changed in silence: name what stays in float32, once."""
+        if self.policy.slow_kernels or (self.device, self.fast_dtype) in _said:
+            return
+        notes = precision_notes(self.device, self.fast_dtype, self.policy)
+        if notes:
+            warnings.warn(
+                f"in this autocast region on {self.device}: {'; '.join(notes)}. "
+                "Policy.unified(slow_kernels=True) runs them in the low format all the same",
+                PrecisionWarning,
+                stacklevel=4,
+            )
+        _said.add((self.device, self.fast_dtype))
+
+    def __enter__(self) -> autocast:
+        frames = self._outside.setdefault(threading.get_ident(), [])
+        frames.append(self._begin())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        thread = threading.get_ident()
+        frames = self._outside[thread]
+        self._end(frames.pop())
+        if not frames:
+            del self._outside[thread]
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate ``function``: each call runs in a region of its own.
+
+        Raises:
+            TypeError: not callable.
+        """
+        if not callable(function):
+            raise TypeError(
+                f"autocast(...) decorates a function, got {type(function).__name__}; "
+                "for a block of code write: with autocast(...):"
+            )
+
+        @functools.wraps(function)
+        def in_region(*args: P.args, **kwargs: P.kwargs) -> R:
+            outside = self._begin()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._end(outside)
+
+        return in_region
+
+    def _begin(self) -> _Outside:
+        device = self.device
+        carrier = state.raw_state()
+        tag = _torch.compile_cache_tag()
+        outside = _Outside(
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+            carrier,
+            tag,
+        )
+        mapping = state.policies_in_force()
+        keeps_casts = self._native and self._keeps_casts(bool(mapping), outside.cache_enabled)
+        if self._enabled:
+            number = state.number_of({**mapping, device: self.policy})
+            if not keeps_casts:
+                state.remember_use(device, self.policy)
+            state.set_in_force(True, number)
+            if not self._native:
+                _torch.set_compile_cache_tag(f"{tag}|{self.policy.fingerprint}")
+        elif device in mapping:
+            rest = {other: policy for other, policy in mapping.items() if other != device}
+            state.set_in_force(bool(rest), state.number_of(rest) if rest else carrier[1])
+        torch.set_autocast_enabled(device, self._enabled)
+        torch.set_autocast_dtype(device, self.fast_dtype)
+        torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(
+            keeps_casts if self._enabled else outside.cache_enabled or bool(mapping)
+        )
+        return outside
+
+    def _keeps_casts(self, inside_ours: bool, cache_enabled: bool) -> bool:
+        """Whether torch's cast cache is on in this region: as asked, else as around it.
+
+        Around it, in a region of ours, torch's cache is off because ours does not use it, not because
+        somebody asked for that.
+        """
+        if self._arguments[3] is not None:
+            return self._cache_enabled
+        return cache_enabled or inside_ours
+
+    def _end(self, outside: _Outside) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(self.device, outside.enabled)
+        torch.set_autocast_dtype(self.device, outside.dtype)
+        torch.set_autocast_cache_enabled(outside.cache_enabled)
+        state.set_in_force(*outside.carrier)
+        if self._enabled and not self._native:
+            _torch.set_compile_cache_tag(outside.tag)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy starts outside of every region: what is saved on entry belongs to this object's threads.
+        return _rebuild, self._arguments
+
+    def __repr__(self) -> str:
+        on = "" if self._enabled else ", enabled=False"
+        return f"autocast({self.device!r}, dtype={self.fast_dtype}{on}, policy={self.policy.name!r})"
+
+
+def _rebuild(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: Policy | str,
+) -> autocast:
+    return autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
+
+
+def _device_type(device: str | torch.device) -> str:
+    if isinstance(device, torch.device):
+        device = device.type
+    if not isinstance(device, str):
+        raise RegionError(f"device_type must be a string or a torch.device, got {type(device).__name__}")
+    device = device.partition(":")[0]
+    known = _torch.AUTOCAST_KEYS
+    if device not in known:
+        raise RegionError(
+            f"no floatplan region for device type {device!r}{nearest(device, known)}; there are kernels for: "
+            + ", ".join(known)
+        )
+    return device
+
+
+def _policy(policy: Policy | str, device_type: str) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if policy == "unified":
+        return Policy.unified()
+    if policy == "torch":
+        return Policy.torch(device_type)
+    raise PolicyError(f"policy must be 'unified', 'torch' or a Policy, got {policy!r}")

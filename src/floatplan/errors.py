@@ -1,0 +1,65 @@
+"""One tree of exceptions. A message says what was wrong, what was got, and what to do.
+
+FloatplanError
+├── PolicyError (also ValueError)        a policy or an operator name that does not fit
+├── RegionError (also RuntimeError)      a region that cannot be entered, or cannot tell its policy
+├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
+├── TaskError (also ValueError)          a task, row or option of a command that does not exist
+├── DataError (also OSError)             data that is missing or cannot be read
+└── RunFolderError (also OSError)        a run folder that cannot be written or read
+
+Protocol mistakes of ``GradScaler`` raise torch's own types (``RuntimeError``, ``AssertionError``,
+``ValueError``), so that code written against ``torch.amp.GradScaler`` keeps working.
+
+FloatplanWarning (a UserWarning)
+└── PrecisionWarning                     the precision in force is not the one that was asked for
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FloatplanError(Exception):
+    """Base of every error that floatplan raises by itself."""
+
+
+class PolicyError(FloatplanError, ValueError):
+    """A policy, operator class or operator name that does not fit."""
+
+
+class RegionError(FloatplanError, RuntimeError):
+    """A region that cannot be entered, or whose policy cannot be told."""
+
+
+class DeviceError(FloatplanError, RuntimeError):
+    """A device, or a number format on a device, that is not available here."""
+
+
+class TaskError(FloatplanError, ValueError):
+    """A task, row or option of a command that does not exist or does not fit."""
+
+
+class DataError(FloatplanError, OSError):
+    """Data that is missing or cannot be read."""
+
+
+class RunFolderError(FloatplanError, OSError):
+    """A run folder that cannot be written or read."""
+
+
+class FloatplanWarning(UserWarning):
+    """Base of every warning that floatplan gives."""
+
+
+class PrecisionWarning(FloatplanWarning):
+    """The precision in force differs from the one that was asked for."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """A hint for an error message: ``"; did you mean 'a' or 'b'?"``, or ``""`` when nothing is near."""
+    matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    if not matches:
+        return ""
+    return "; did you mean " + " or ".join(repr(match) for match in matches) + "?"

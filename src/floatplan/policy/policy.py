@@ -1,0 +1,174 @@
+"""A policy: which class each operator belongs to. A frozen value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+from floatplan.errors import PolicyError, nearest
+from floatplan.policy.classes import OpClass
+from floatplan.policy.operators import OPERATORS, packet
+
+TORCH_TABLES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What precision each operator runs in.
+
+    Build one with `Policy.unified` or `Policy.torch` and change it with `with_ops`. Two policies that
+    say the same are equal.
+
+    Attributes:
+        name: where the policy came from, for reports.
+        rows: (overload, class) pairs of the operator table, sorted by name.
+        overrides: (operator or overload, class) pairs set by `with_ops`; ``None`` leaves one alone.
+        slow_kernels: run an operator in the low format even where this device has no fast kernel for it.
+            ``False`` keeps such an operator in float32 (fp16 convolutions on a CPU are tens of times slower).
+        native_device: device type whose own torch kernels do what this policy says, or ``""``.
+    """
+
+    name: str = field(compare=False)
+    rows: tuple[tuple[str, OpClass], ...]
+    overrides: tuple[tuple[str, OpClass | None], ...] = ()
+    slow_kernels: bool = False
+    native_device: str = field(default="")
+
+    @staticmethod
+    def unified(*, slow_kernels: bool = False) -> Policy:
+        """One table for all devices; the default of floatplan's regions.
+
+        Args:
+            slow_kernels: see the attribute.
+        """
+        return _unified(slow_kernels)
+
+    @staticmethod
+    def torch(device_type: str) -> Policy:
+        """The table that ``torch.amp`` uses on ``device_type`` ("cpu" or "cuda"), on any device.
+
+        Tensors of any device follow it, so CUDA's table can be tried on a CPU. On its own device it runs
+        torch's own kernels, which makes it equal to ``torch.autocast`` bit for bit.
+
+        Raises:
+            PolicyError: no table for that device type.
+        """
+        if device_type not in TORCH_TABLES:
+            raise PolicyError(
+                f"no torch table for device type {device_type!r}{nearest(str(device_type), TORCH_TABLES)}; "
+                f"there is one for each of: {', '.join(TORCH_TABLES)}"
+            )
+        return _torch(device_type)
+
+    def with_ops(
+        self,
+        *,
+        lower: Iterable[str] = (),
+        fp32: Iterable[str] = (),
+        inner: Iterable[str] = (),
+        widest: Iterable[str] = (),
+        destination: Iterable[str] = (),
+        untouched: Iterable[str] = (),
+    ) -> Policy:
+        """A copy in which the named operators have another class.
+
+        A name is ``namespace::operator`` for all overloads of an operator ("aten::linear",
+        "mylib::my_op") or ``namespace::operator.overload`` for one ("aten::pow.Scalar").
+
+        Raises:
+            PolicyError: a name without namespace, or one operator in two classes.
+        """
+        changes: dict[str, OpClass | None] = {}
+        wanted: tuple[tuple[OpClass | None, Iterable[str]], ...] = (
+            (OpClass.LOWER, lower),
+            (OpClass.FP32, fp32),
+            (OpClass.INNER, inner),
+            (OpClass.WIDEST, widest),
+            (OpClass.DESTINATION, destination),
+            (None, untouched),
+        )
+        for op_class, names in wanted:
+            for name in (names,) if isinstance(names, str) else names:
+                _check_name(name)
+                if name in changes and changes[name] is not op_class:
+                    raise PolicyError(
+                        f"{name} is given two classes, {_word(changes[name])} and {_word(op_class)}; keep one"
+                    )
+                changes[name] = op_class
+        # A later word on a whole operator outweighs an earlier one on a single overload of it.
+        kept = {
+            name: op_class
+            for name, op_class in self.overrides
+            if name not in changes and packet(name) not in changes
+        }
+        merged = tuple(sorted({**kept, **changes}.items()))
+        return replace(
+            self, name=f"{self.name.split(' with ')[0]} with changes", overrides=merged, native_device=""
+        )
+
+    def class_of(self, overload: str) -> OpClass | None:
+        """The class of ``overload`` ("aten::pow.Scalar"; no suffix for a default overload), if it has one."""
+        overrides = self._overrides
+        if overload in overrides:
+            return overrides[overload]
+        if packet(overload) in overrides:
+            return overrides[packet(overload)]
+        return self._classes.get(overload)
+
+    @property
+    def named_ops(self) -> tuple[str, ...]:
+        """Operators that `with_ops` named, which may lie outside the table."""
+        return tuple(name for name, _ in self.overrides)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits that change when anything the policy says changes."""
+        said = repr((self.rows, self.overrides, self.slow_kernels))
+        return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+    @cached_property
+    def _classes(self) -> dict[str, OpClass]:
+        return dict(self.rows)
+
+    @cached_property
+    def _overrides(self) -> dict[str, OpClass | None]:
+        return dict(self.overrides)
+
+    def __hash__(self) -> int:
+        # Over the digest, which is kept: regions look policies up on every entry.
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"Policy({self.name!r}, {len(self.rows)} rows, {len(self.overrides)} changes, {self.fingerprint})"
+        )
+
+
+def _word(op_class: OpClass | None) -> str:
+    return "untouched" if op_class is None else op_class.value
+
+
+def _check_name(name: str) -> None:
+    namespace, colons, operator = name.partition("::")
+    if namespace and colons and operator:
+        return
+    bare = [packet(row).removeprefix("aten::") for row in OPERATORS]
+    guess = f"; did you mean 'aten::{name}'?" if name in bare else nearest(name, bare)
+    raise PolicyError(f"operator {name!r} has no namespace; write 'aten::linear' or 'mylib::my_op'{guess}")
+
+
+@cache
+def _unified(slow_kernels: bool) -> Policy:
+    rows = tuple(sorted((op.name, op.unified) for op in OPERATORS.values() if op.unified is not None))
+    return Policy("unified", rows, slow_kernels=slow_kernels)
+
+
+@cache
+def _torch(device_type: str) -> Policy:
+    attribute = f"torch_{device_type}"
+    rows = tuple(
+        sorted((op.name, cls) for op in OPERATORS.values() if (cls := getattr(op, attribute)) is not None)
+    )
+    return Policy(f"torch {device_type}", rows, slow_kernels=True, native_device=device_type)
