@@ -1,0 +1,1 @@
+"""Holds `floatplan.cpu.amp`, the names of ``torch.cpu.amp``."""

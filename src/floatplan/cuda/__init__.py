@@ -1,0 +1,1 @@
+"""Holds `floatplan.cuda.amp`, the names of ``torch.cuda.amp``."""

@@ -1,0 +1,98 @@
+"""Optimizers that divide by the scale inside their own kernel: torch's fused ones.
+
+They say so by ``_step_supports_amp_scaling``, and read two attributes that the scaler lends them for one
+step: ``grad_scale``, the divisor or None, and ``found_inf``, a flag at which the kernel writes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from floatplan.scaling import gradients
+from floatplan.scaling.measure import divided, flag_
+
+if TYPE_CHECKING:
+    from floatplan.scaling.grad_scaler import GradScaler
+
+
+def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step`` has a ``grad_scaler`` argument: the older contract, where it does everything."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def own_grad_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """A further divisor that the user has put on the optimizer; a 0-dim tensor."""
+    divisor: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    return divisor
+
+
+@contextmanager
+def lent(
+    optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None, found_inf: torch.Tensor
+) -> Iterator[None]:
+    """The two attributes, for one step; a divisor that the user had put there is used up by it."""
+    holder: Any = optimizer
+    holder.grad_scale = divisor
+    holder.found_inf = found_inf
+    try:
+        yield
+    finally:
+        del holder.grad_scale
+        del holder.found_inf
+
+
+def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the coming step of an SGD makes a momentum buffer.
+
+    Its fused form takes unset memory for one and relies on the kernel to fill it, which the kernel does
+    not do at a set flag: the next step then adds that memory to the weights (torch 2.13).
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for param in group["params"]
+    )
+
+
+def step(
+    scaler: GradScaler,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step ``optimizer``, which unscales by itself; ``state`` is what ``scaler`` holds of it."""
+    if takes_scaler(optimizer):
+        return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    scale = scaler._get_scale_async()
+    assert scale is not None
+    divisor = own_grad_scale(optimizer)
+    if state["stage"] is OptState.READY:
+        if gradients.cpu_kernel_loses_scale(optimizer):
+            scaler._unscale_and_record(optimizer, *gradients.inverse(scale), True)
+        else:
+            scaler._check_inf_per_device(optimizer)
+            divisor = scale if divisor is None else scale * divisor
+    flags = state["found_inf_per_device"]
+    if divisor is not None:
+        state["measured"] = divided(state.get("measured", ()), divisor)
+        flag_(flags, state["measured"])
+        useless = gradients.usable(divisor.reciprocal()).logical_not()
+        for device, flag in flags.items():
+            flag.masked_fill_(gradients.to_device(useless, device), 1.0)
+    refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
+    with lent(optimizer, divisor, refused):
+        # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
+        ask = refused.device.type == "cpu" or makes_momentum(optimizer)
+        if ask and refused.item():
+            return None
+        return optimizer.step(*args, **kwargs)

@@ -1,0 +1,186 @@
+"""Calls in the wrong order or with wrong values: torch's types, words that help, nothing half done."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import floatplan as fp
+
+
+@pytest.fixture
+def scaler() -> fp.GradScaler:
+    return fp.GradScaler("cpu", init_scale=8.0)
+
+
+@pytest.fixture
+def param() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(2))
+
+
+@pytest.fixture
+def optimizer(param: torch.nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.SGD([("weight", param)], lr=1.0)
+
+
+def backward(scaler: fp.GradScaler, param: torch.nn.Parameter) -> None:
+    scaler.scale(param.sum()).backward()
+
+
+def test_twice_and_out_of_order(scaler, param, optimizer) -> None:
+    backward(scaler, param)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) was called twice.*Call it once"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) was called after step\(\)"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) was called twice.*update\(\) once"):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.full((2,), -1.0))
+
+
+def test_before_anything_was_scaled(scaler, optimizer) -> None:
+    for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
+        with pytest.raises(AssertionError, match=r"_scale is None\. Call scaler\.scale"):
+            call()
+
+
+def test_no_gradients_and_no_checks(scaler, param, optimizer) -> None:
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="no parameter of this SGD has a gradient"):
+        scaler.step(optimizer)
+    scaler = fp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match=r"Call scaler\.step\(optimizer\) first"):
+        scaler.update()
+
+
+def test_closure(scaler, param, optimizer) -> None:
+    backward(scaler, param)
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(optimizer, closure=lambda: 0.0)
+
+
+def test_a_failing_step_leaves_no_lent_attributes(scaler, param) -> None:
+    optimizer = torch.optim.AdamW([param], fused=True)
+    backward(scaler, param)
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.trouble("T15")
+def test_float16_gradients_are_named_and_left_as_they_were(scaler) -> None:
+    wide = torch.nn.Parameter(torch.zeros(2))
+    half = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.float16))
+    wide.grad, half.grad = torch.full((2,), 8.0), torch.full((2, 3), 8.0, dtype=torch.float16)
+    scaler.scale(torch.ones(()))
+    for params, name in (
+        ([("bias", wide), ("head.weight", half)], "head.weight"),
+        ([wide, half], r"param_groups\[0\]\['params'\]\[1\] of shape \(2, 3\)"),
+    ):
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        with pytest.raises(ValueError, match=name):
+            scaler.unscale_(optimizer)
+    assert wide.grad[0] == half.grad[0, 0] == 8.0
+    half.grad = None
+    assert scaler.step(optimizer)
+
+
+def test_something_that_is_no_tensor(scaler, param, optimizer) -> None:
+    backward(scaler, param)
+    optimizer.param_groups[0]["params"].append("weight")
+    with pytest.raises(AssertionError, match="is a str, not a tensor"):
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"init_scale": 0.0}, ValueError, "init_scale must be above 0"),
+        ({"init_scale": -1.0}, ValueError, "got -1.0"),
+        ({"init_scale": math.nan}, ValueError, "got nan"),
+        ({"init_scale": math.inf}, ValueError, "got inf"),
+        ({"init_scale": 1e39}, ValueError, "float32"),
+        ({"init_scale": 1e-46}, ValueError, "float32"),
+        ({"growth_factor": 1.0}, AssertionError, "growth_factor must be above 1.0"),
+        ({"growth_factor": math.nan}, AssertionError, "got nan"),
+        ({"backoff_factor": 1.0}, AssertionError, "backoff_factor must be above 0.0 and below 1.0"),
+        ({"backoff_factor": 0.0}, AssertionError, "got 0.0"),
+        ({"backoff_factor": math.nan}, AssertionError, "got nan"),
+    ],
+)
+def test_construction(arguments, kind, words) -> None:
+    with pytest.raises(kind, match=words):
+        fp.GradScaler("cpu", **arguments)
+    fp.GradScaler("cpu", **arguments, enabled=False)
+
+
+@pytest.mark.parametrize("new_scale", [4.0, 4, torch.tensor(4.0), torch.tensor([4.0]), torch.tensor([[4.0]])])
+def test_update_with_a_scale(scaler, param, optimizer, new_scale) -> None:
+    backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update(new_scale)
+    assert scaler.get_scale() == 4.0
+    assert scaler._get_growth_tracker() == 0
+
+
+@pytest.mark.parametrize(
+    ("new_scale", "kind", "words"),
+    [
+        (0.0, ValueError, "above 0"),
+        (math.inf, ValueError, "finite"),
+        (torch.tensor(math.nan), ValueError, "got nan"),
+        (torch.ones(2), AssertionError, r"shape is \(2,\)"),
+        (torch.ones(1, requires_grad=True), AssertionError, r"detach\(\)"),
+        (torch.ones(1, device="meta"), AssertionError, "lies on meta"),
+        ("4", AssertionError, "got a str"),
+        (True, AssertionError, "got a bool"),
+    ],
+)
+def test_update_with_something_else(scaler, param, optimizer, new_scale, kind, words) -> None:
+    backward(scaler, param)
+    scaler.step(optimizer)
+    with pytest.raises(kind, match=words):
+        scaler.update(new_scale)
+    assert scaler.get_scale() == 8.0
+    scaler.update()
+
+
+STATE = fp.GradScaler("cpu", init_scale=2.0).state_dict()
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("state", "kind", "words"),
+    [
+        ({}, RuntimeError, "empty"),
+        *[({k: v for k, v in STATE.items() if k != key}, KeyError, key) for key in STATE],
+        ({**STATE, "scale": 0.0}, ValueError, "'scale'"),
+        ({**STATE, "scale": math.nan}, ValueError, "'scale'"),
+        ({**STATE, "scale": "big"}, TypeError, "'scale'.*got 'big'"),
+        ({**STATE, "growth_factor": None}, TypeError, "growth_factor"),
+        ({**STATE, "backoff_factor": -1.0}, ValueError, "backoff_factor"),
+        ({**STATE, "growth_interval": 2.5}, ValueError, "growth_interval.*2.5"),
+        ({**STATE, "_growth_tracker": math.inf}, ValueError, "_growth_tracker"),
+        ({**STATE, "_growth_tracker": -1}, ValueError, "_growth_tracker"),
+    ],
+)
+def test_a_bad_state_changes_nothing(scaler, param, state, kind, words, used) -> None:
+    if used:
+        backward(scaler, param)
+    before = scaler.state_dict()
+    with pytest.raises(kind, match=words):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
+def test_a_state_of_tensors_and_further_entries_loads(scaler) -> None:
+    scaler.load_state_dict({**{k: torch.tensor(v) for k, v in STATE.items()}, "more": 1})
+    assert scaler.state_dict() == STATE
+    assert [type(v) for v in scaler.state_dict().values()] == [float, float, float, int, int]
