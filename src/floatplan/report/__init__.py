@@ -1,0 +1,1 @@
+"""SHOWING IT: run folders, tables and pages. Needs no torch."""

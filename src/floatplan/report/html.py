@@ -1,0 +1,124 @@
+"""``report.html``: one file that opens anywhere, offline, in light and dark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from floatplan.errors import FloatplanError, RunFolderError
+from floatplan.report.numbers import COLUMNS, table_row
+from floatplan.report.page import SCRIPT, STYLE
+from floatplan.report.plots import Figure, figures
+from floatplan.report.runfile import REPORT_FILE, Run
+from floatplan.report.summary import conclusion, notes, summarise
+
+_MEANINGS = {
+    "s / epoch": "seconds of training per epoch, median, without evaluation",
+    "images / s": "training images per second",
+    "vs fp32": "images per second over fp32's",
+    "memory": "what training added at its peak",
+    "loss": "training loss, mean over the last epoch",
+    "accuracy": "share of test images labelled right",
+    "skipped": "steps that gradient scaling refused",
+    "scale": "loss scale at the end",
+}
+
+
+class PlotlyMissing(FloatplanError, ImportError):
+    """The plots need plotly, which is not installed."""
+
+
+def write_report(run: Run, folder: Path) -> Path:
+    """Write ``report.html`` for ``run`` into ``folder`` and return its path.
+
+    Raises:
+        PlotlyMissing: plotly is not installed.
+        RunFolderError: the file cannot be written.
+    """
+    path = folder / REPORT_FILE
+    page = render(run)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def render(run: Run) -> str:
+    """The whole page, with plotly.js inside once.
+
+    Raises:
+        PlotlyMissing: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise PlotlyMissing("report.html needs plotly; install it with: pip install plotly") from error
+    drawn = figures(run)
+    header = run.header
+    title = escape(f"{header.task} on {header.device}")
+    seeds = f"seed{'s' if len(header.seeds) > 1 else ''} {', '.join(map(str, header.seeds))}"
+    settings = f"{header.epochs} epoch{'s' if header.epochs > 1 else ''}, batch {header.batch_size}, {seeds}"
+    remarks = "".join(f"<li>{escape(note)}</li>" for note in notes(run))
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            f"<title>{title} - floatplan</title>",
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<style>{STYLE}</style></head><body><main>",
+            f"<h1>{title}</h1><p>{escape(header.description)}. {escape(settings)}.</p>",
+            f'<p class="conclusion">{escape(conclusion(run))}</p>',
+            _table(run),
+            f"<ul>{remarks}</ul>" if remarks else "",
+            '<div class="figures">',
+            *(_frame(figure) for figure in drawn),
+            "</div>",
+            "<h2>Machine and versions</h2>",
+            _facts([("started", header.started), *header.machine.items(), *header.versions.items()]),
+            f"<script>{get_plotlyjs()}</script>",
+            f'<script id="figures" type="application/json">{_as_json(drawn)}</script>',
+            f"<script>{SCRIPT}</script></main></body></html>\n",
+        ]
+    )
+
+
+def _table(run: Run) -> str:
+    head = "".join(
+        f'<th scope="col" title="{escape(_MEANINGS.get(column, ""))}">{escape(column)}</th>'
+        for column in COLUMNS
+    )
+    lines = []
+    for summary in summarise(run):
+        name, *cells = table_row(summary)
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{values}</tr>')
+    legend = "; ".join(f"{column}: {meaning}" for column, meaning in _MEANINGS.items())
+    several = " Several seeds: mean ± standard deviation." if len(run.header.seeds) > 1 else ""
+    body = "".join(lines)
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<p class="small">{escape(legend)}.{several}</p>'
+    )
+
+
+def _frame(figure: Figure) -> str:
+    wide = " wide" if figure.wide else ""
+    return (
+        f'<figure class="card{wide}"><h2>{escape(figure.title)}</h2>'
+        f'<div id="{figure.name}" class="plot"></div>'
+        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
+    )
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    return (
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts) + "</dl>"
+    )
+
+
+def _as_json(drawn: tuple[Figure, ...]) -> str:
+    data = [{"name": figure.name, "traces": figure.traces, "layout": figure.layout} for figure in drawn]
+    # "</" would end the script element early, wherever it stands in a text.
+    return json.dumps(data, allow_nan=False).replace("</", "<\\/")

@@ -1,0 +1,137 @@
+"""The run folder: every record comes back as it was, and a folder that cannot be used is refused at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up_run import HEADER, RECORDS, RUN
+
+from floatplan.errors import RunFolderError
+from floatplan.records import EpochRecord, ResultRecord, RunHeader, StepRecord
+from floatplan.report.runfile import RUN_FILE, RunWriter, parse_line, read_run
+
+
+def write(folder: Path) -> None:
+    with RunWriter(folder) as writer:
+        for record in (HEADER, *RECORDS):
+            writer.write(record)
+
+
+def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path / "deep" / "run")
+    back = read_run(tmp_path / "deep" / "run")
+    # NaN differs from itself; their texts do not.
+    assert repr(back) == repr(RUN)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, 1e-300])
+def test_floats_of_all_kinds_come_back_from_strict_json(tmp_path: Path, value: float) -> None:
+    records = (
+        HEADER,
+        StepRecord("fp16", 0, 1, 1, value, True, value),
+        EpochRecord("fp16", 0, 1, 3, 1.0, value, value),
+        ResultRecord("fp16", 0, 1.0, 3.0, None, value, value, 0, value),
+    )
+    with RunWriter(tmp_path / "run") as writer:
+        for record in records:
+            writer.write(record)
+    lines = (tmp_path / "run" / RUN_FILE).read_text().splitlines()
+    for line in lines:
+        json.loads(line, parse_constant=pytest.fail)
+    assert repr(tuple(map(parse_line, lines))) == repr(records)
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / RUN_FILE
+    path.write_text(path.read_text()[:-5])
+    back = read_run(tmp_path)
+    assert back.failures == ()
+    assert len(back.steps) == len(RUN.steps)
+
+
+def test_lines_are_on_disk_before_the_writer_closes(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    writer.write(HEADER)
+    assert read_run(tmp_path).header == HEADER
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "does not begin with a header"),
+        ('{"kind": "failure", "row": "fp32", "seed": 0, "message": ""}\n', "does not begin with a header"),
+        ("no json\n", "is not a run file"),
+        ('{"kind": "other"}\n', "is not a run file"),
+        ('{"kind": "header", "schema": 99}\n', "schema 99 in place of 1"),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / RUN_FILE).write_text(text)
+    with pytest.raises(RunFolderError, match=message):
+        read_run(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="cannot read"):
+        read_run(tmp_path)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(RunFolderError, match="not empty"):
+        RunWriter(tmp_path)
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="choose another with --out"):
+        RunWriter(tmp_path / "file" / "run")
+
+
+def test_the_schema_is_pinned() -> None:
+    """A change of these names is a new schema number."""
+    assert HEADER.schema == 1
+    fields = {
+        kind: tuple(kind.__dataclass_fields__) for kind in (RunHeader, StepRecord, EpochRecord, ResultRecord)
+    }
+    assert fields == {
+        RunHeader: (
+            "task",
+            "description",
+            "rows",
+            "seeds",
+            "epochs",
+            "batch_size",
+            "device",
+            "started",
+            "versions",
+            "machine",
+            "schema",
+        ),
+        StepRecord: ("row", "seed", "epoch", "step", "loss", "stepped", "scale", "reason"),
+        EpochRecord: ("row", "seed", "epoch", "images", "seconds", "train_loss", "test_accuracy"),
+        ResultRecord: (
+            "row",
+            "seed",
+            "seconds_per_epoch",
+            "images_per_second",
+            "peak_memory",
+            "train_loss",
+            "test_accuracy",
+            "skipped_steps",
+            "final_scale",
+            "notes",
+        ),
+    }
+    with pytest.raises(ValueError, match="schema 2"):
+        parse_line(json.dumps({"kind": "header", **vars_of(replace(HEADER, schema=2))}))
+
+
+def vars_of(header: RunHeader) -> dict[str, object]:
+    return {name: getattr(header, name) for name in header.__dataclass_fields__}
