@@ -18,8 +18,11 @@ import floatplan.cuda.amp
 
 def test_public_names() -> None:
     assert fp.__all__ == [
+        "FloatplanError",
+        "FloatplanWarning",
         "GradScaler",
         "Policy",
+        "PrecisionWarning",
         "StepResult",
         "__version__",
         "autocast",
@@ -57,6 +60,14 @@ def test_import_paths_mirror_torchs(path: str) -> None:
     names = set(getattr(theirs, "__all__", ["GradScaler", "autocast"])) - left_out
     assert names <= set(ours.__all__)
     assert all(hasattr(ours, name) for name in ours.__all__)
+
+
+def test_namespaces_need_no_import_of_their_own() -> None:
+    script = (
+        "import floatplan as fp; fp.amp.autocast_mode.autocast; fp.amp.grad_scaler.GradScaler; "
+        "fp.cuda.amp.autocast_mode; fp.cpu.amp.GradScaler"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
 
 
 def parameters(function: object) -> list[tuple[str, object]]:

@@ -13,22 +13,32 @@ from floatplan._version import __version__
 
 if TYPE_CHECKING:
     from floatplan.engine import autocast, custom_bwd, custom_fwd
+    from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
     from floatplan.records import StepResult
     from floatplan.scaling import GradScaler
 
 _HOMES = {
+    "FloatplanError": "floatplan.errors",
+    "FloatplanWarning": "floatplan.errors",
     "GradScaler": "floatplan.scaling",
     "Policy": "floatplan.policy",
+    "PrecisionWarning": "floatplan.errors",
     "StepResult": "floatplan.records",
     "autocast": "floatplan.engine",
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
 }
 
+# As with torch, ``floatplan.amp.autocast`` needs no import of its own.
+_NAMESPACES = ("amp", "cpu", "cuda")
+
 __all__ = [
+    "FloatplanError",
+    "FloatplanWarning",
     "GradScaler",
     "Policy",
+    "PrecisionWarning",
     "StepResult",
     "__version__",
     "autocast",
@@ -38,6 +48,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _NAMESPACES:
+        return importlib.import_module(f"floatplan.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'floatplan' has no attribute {name!r}")

@@ -6,13 +6,18 @@ torch 2.13.0; the names are the same in the sources of 2.11.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.compiler.config
+import torch.utils.checkpoint
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 # --- The dispatcher ---------------------------------------------------------------------------------
 
@@ -84,9 +89,19 @@ CARRIER_VALUES: tuple[torch.dtype, ...] = tuple(
 )
 
 
-def inside_backward() -> bool:
-    """Whether the calling thread is running a backward pass (a recomputation runs inside one)."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def recomputes() -> bool:
+    """Whether activation checkpointing is running a forward again in this thread.
+
+    Torch keeps no flag for it; the frames of ``torch.utils.checkpoint`` on the stack tell, by the names of
+    the functions in which either kind recomputes.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("recompute_fn", "backward") and code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --- Machine ------------------------------------------------------------------------------------------
@@ -103,13 +118,54 @@ def onednn_runs(dtype: torch.dtype) -> bool:
 
 
 def compile_cache_tag() -> str:
-    """The tag that torch.compile mixes into the key of its caches on disk."""
+    """The tag that torch.compile mixes into the key of its caches on disk, in this thread."""
     return str(torch.compiler.config.cache_key_tag)
 
 
 def set_compile_cache_tag(tag: str) -> None:
-    """Set that tag. Kernels at autocast keys change what a graph means, which torch cannot see."""
+    """Set that tag in this thread. Our kernels change what a graph means, which torch cannot see."""
     torch.compiler.config.cache_key_tag = tag
+
+
+def mark_compile_caches(mark: str) -> None:
+    """Add ``mark`` to the tag that every thread starts from; a tag of the user's own is kept.
+
+    Setting the value reaches the calling thread only, so the mark goes into the entry's defaults.
+    """
+    entry = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
+    for name in ("default", "env_value_default"):
+        tag = getattr(entry, name)
+        if isinstance(tag, str) and mark not in tag:
+            setattr(entry, name, f"{tag}|{mark}")
+    if mark not in compile_cache_tag():
+        set_compile_cache_tag(f"{compile_cache_tag()}|{mark}")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """A call of ``function`` cuts a compiled function; it runs as plain Python, with all that it calls.
+
+    Does what ``torch.compiler.disable`` does, without the seconds that importing the compiler takes. Dynamo
+    would trace the writes to autocast's state as calls without a result and then remove them.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "floatplan works here"  # type: ignore[attr-defined]
+    compiler = torch._C._dynamo.eval_frame
+    skip = compiler._FrameAction.SKIP
+    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    return function
+
+
+def exports() -> bool:
+    """Whether ``torch.export`` is recording the program above the level at which autocast works."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes)
 
 
 # --- Gradient scaling -----------------------------------------------------------------------------------

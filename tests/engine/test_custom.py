@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -83,6 +85,35 @@ def test_outside_a_region_nothing_is_cast() -> None:
     x = A.clone().requires_grad_()
     function.apply(x, A).sum().backward()
     assert seen == [("forward", FP32, FP32, False), ("backward", FP32, FP32, False)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_backward_of_a_recomputed_forward_has_its_policy(reentrant: bool) -> None:
+    """In a process of its own, where one policy is in use."""
+    script = f"""
+import torch, floatplan as fp
+from torch.utils.checkpoint import checkpoint
+seen = []
+class Scale(torch.autograd.Function):
+    @staticmethod
+    @fp.custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    @fp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        seen.append(torch.exp(grad.bfloat16()).dtype)
+        return grad * 2
+x = torch.randn(4, 4, requires_grad=True)
+with fp.autocast("cpu", dtype=torch.bfloat16):
+    loss = checkpoint(Scale.apply, x, use_reentrant={reentrant}).sum()
+loss.backward()
+assert seen == [torch.float32], seen
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Pair(NamedTuple):

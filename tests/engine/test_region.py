@@ -200,6 +200,10 @@ with fp.autocast("cpu", dtype=torch.bfloat16, policy=fp.Policy.unified(slow_kern
     loss = checkpoint(block, x, use_reentrant={reentrant}).sum()
 loss.backward()
 assert seen == [(torch.bfloat16, torch.float32)] * 2, seen
+with fp.autocast("cpu", dtype=torch.bfloat16, policy=fp.Policy.unified(slow_kernels=True)):
+    y = checkpoint(lambda t: torch.exp(t @ w), x, use_reentrant={reentrant})
+if not {reentrant}:  # read outside of a backward
+    assert y.grad_fn._saved_result.dtype is torch.float32
 with torch.autocast("cpu", dtype=torch.bfloat16):
     loss = checkpoint(block, x, use_reentrant={reentrant}).sum()
 loss.backward()
@@ -255,7 +259,7 @@ def test_the_device_may_be_a_torch_device() -> None:
 
 
 def test_bad_arguments_name_what_is_right() -> None:
-    with pytest.raises(RegionError, match=r"device type 'cuad'; did you mean 'cuda'"):
+    with pytest.raises(RegionError, match=r"device type 'cuad'; there are kernels for: cpu, cuda"):
         fp.autocast("cuad")
     with pytest.raises(RegionError, match=r"must be a string or a torch\.device, got int"):
         fp.autocast(0)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import floatplan as fp
+from floatplan.errors import PolicyError
 from floatplan.policy import OPERATORS, OpClass
 
 LOW = (torch.bfloat16, torch.float16)
@@ -217,3 +218,39 @@ def test_gradients_return_in_the_dtype_of_their_tensors() -> None:
 def test_every_class_has_operators_under_unified() -> None:
     seen = {row.unified for row in OPERATORS.values()}
     assert seen == {None, *OpClass} - {OpClass.BANNED}
+
+
+@pytest.mark.parametrize("module", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+@pytest.mark.parametrize("stored", LOW, ids=str)
+@pytest.mark.parametrize("given", [torch.float32, *LOW], ids=str)
+def test_running_statistics_of_a_low_module_are_updated(
+    module: type[torch.nn.Module], stored: torch.dtype, given: torch.dtype
+) -> None:
+    """The kernel writes to them; a cast copy of them would be lost."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4, 8) * 3 + 10
+    options = {"track_running_stats": True, "affine": True}
+    low, exact = module(4, **options).to(stored), module(4, **options)
+    exact(x.to(given).float())
+    with region(stored):
+        result = low(x.to(given))
+    assert result.dtype is given
+    assert low.running_mean.dtype is stored
+    torch.testing.assert_close(low.running_mean.float(), exact.running_mean, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(low.running_var.float(), exact.running_var, rtol=1e-2, atol=1e-2)
+
+
+def test_a_class_that_would_lose_a_write_is_refused() -> None:
+    for name in ("aten::relu_", "aten::add_", "aten::add.out"):
+        with pytest.raises(PolicyError, match=f"{name}.* writes to its argument .*'destination', not 'fp32'"):
+            region(policy=UNIFIED.with_ops(fp32=[name]))
+    buffer = torch.zeros(4, dtype=torch.bfloat16)
+    with region(policy=UNIFIED.with_ops(destination=["aten::add_"])):
+        buffer.add_(torch.ones(4))
+    assert buffer.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["aten::copy_", "aten::_to_copy", "aten::to"])
+def test_casts_cannot_be_cast(name: str) -> None:
+    with pytest.raises(PolicyError, match="is what casts are made with"):
+        region(policy=UNIFIED.with_ops(lower=[name]))

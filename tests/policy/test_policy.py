@@ -79,12 +79,16 @@ def test_a_changed_torch_policy_is_no_longer_torchs_own() -> None:
 
 
 def test_bad_names_are_refused() -> None:
-    with pytest.raises(PolicyError, match=r"'linear' has no namespace; .* did you mean 'aten::linear'\?"):
+    with pytest.raises(PolicyError, match=r"'linear' has no namespace; .* did you mean 'aten::linear'"):
         Policy.unified().with_ops(fp32=["linear"])
-    with pytest.raises(PolicyError, match=r"'liner' has no namespace; .* did you mean 'linear'"):
+    with pytest.raises(PolicyError, match=r"'liner' has no namespace; .* did you mean 'aten::linear'"):
         Policy.unified().with_ops(fp32=["liner"])
     with pytest.raises(PolicyError, match="aten::mm is given two classes, lower and fp32; keep one"):
         Policy.unified().with_ops(fp32=["aten::mm"], lower=["aten::mm"])
+    with pytest.raises(
+        PolicyError, match="an operator is named by a string such as 'aten::linear', got None"
+    ):
+        Policy.unified().with_ops(fp32=[None])  # type: ignore[list-item]
     with pytest.raises(PolicyError, match=r"no torch table for device type 'cud'; did you mean 'cuda'"):
         Policy.torch("cud")
 

@@ -103,7 +103,7 @@ def test_a_disturbed_run_names_no_fastest_row() -> None:
     epochs = [EpochRecord("fp32", 0, epoch, 30, seconds, 0.5, 0.9) for epoch, seconds in ((1, 1.0), (2, 4.0))]
     results = [training("fp32", 0, rate=100, accuracy=0.98), training("fp16", 0, rate=900, accuracy=0.98)]
     assert conclusion(run_of([*epochs], *results)) == (
-        "Which row is fastest cannot be told from this run, which other work disturbed. "
+        "This run does not tell which row is fastest: its times are not reliable. "
         "Test accuracy equals fp32's; one seed does not tell how much it varies."
     )
 
@@ -127,7 +127,7 @@ FP32 = training("fp32", 0, rate=100, accuracy=0.98)
         (
             training("bf16", 0, rate=103, accuracy=0.9),
             "bf16 is as fast as fp32 here (103 images per second). Test accuracy differs from fp32's by more "
-            "than a point: bf16's by -8.0 points.",
+            "than a point: bf16's by -8.0 points; one seed does not tell how much it varies.",
         ),
         (
             training("fp16-unscaled", 0, rate=200, accuracy=0.1, loss=math.nan),

@@ -2,7 +2,16 @@
 
 from torch.amp import is_autocast_available
 
+from floatplan.amp import autocast_mode, grad_scaler
 from floatplan.engine import autocast, custom_bwd, custom_fwd
 from floatplan.scaling import GradScaler
 
-__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available"]
+__all__ = [
+    "GradScaler",
+    "autocast",
+    "autocast_mode",
+    "custom_bwd",
+    "custom_fwd",
+    "grad_scaler",
+    "is_autocast_available",
+]

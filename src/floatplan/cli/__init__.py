@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import cast
 
 import typer
@@ -25,13 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit status of a command line; ``None`` takes the process's own."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal without a sign shows another in its place
+            stream.reconfigure(errors="replace")
     try:
         given = None if arguments is None else list(arguments)
         status = typer.main.get_command(app).main(args=given, prog_name="floatplan", standalone_mode=False)
     except FloatplanError as error:
         return _complain(str(error))
     except _UsageError as error:
-        return _complain(error.format_message())
+        return _complain(error.format_message()) if error.format_message() else MISUSE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return status if isinstance(status, int) else 0

@@ -53,14 +53,14 @@ SLOW_KERNELS: tuple[Slow, ...] = (
         torch.float16,
         (Kind.CONVOLUTION,),
         lambda has: True,
-        "no CPU has a fast fp16 kernel for a convolution's backward (66 times float32's time, measured)",
+        "no CPU has a fast fp16 kernel for a convolution's backward (elsewhere 66 times float32's time)",
     ),
     Slow(
         "cpu",
         torch.float16,
         (Kind.MATMUL,),
         lambda has: not has.onednn_fp16,
-        "this CPU has no fp16 instructions that a fast kernel uses (200 times float32's time, measured)",
+        "this CPU has no fp16 instructions that a fast kernel uses (elsewhere 200 times float32's time)",
     ),
     Slow(
         "cpu",

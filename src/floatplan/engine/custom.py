@@ -44,7 +44,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(device)
         ctx._dtype = torch.get_autocast_dtype(device)
-        ctx._floatplan_policy = state.policies_in_force().get(device)
+        ctx._floatplan_policy = state.policy_here(device)
         ctx._fwd_used_autocast = enabled and cast_inputs is None
         if not enabled or cast_inputs is None:
             return fwd(ctx, *args, **kwargs)
@@ -66,7 +66,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     """Decorate ``backward`` so that it runs in the state of the forward: on or off, dtype and policy.
 
     Args:
-        bwd: the backward; its first argument is the context that `custom_fwd` wrote to.
+        bwd: the backward; its first argument is the context that `custom_fwd` (or torch's) wrote to.
         device_type: "cpu" or "cuda".
     """
     device = _device_type(device_type)
@@ -75,7 +75,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
     @functools.wraps(bwd)
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = ctx._floatplan_policy if ctx._floatplan_policy is not None else "torch"
+        policy = getattr(ctx, "_floatplan_policy", None) or "torch"
         with autocast(device, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast, policy=policy):
             return bwd(ctx, *args, **kwargs)
 

@@ -11,6 +11,7 @@ computes what it did.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,10 @@ from floatplan._version import __version__
 from floatplan.engine import state
 from floatplan.engine.rules import Rule, make_rule
 from floatplan.errors import PolicyError, nearest
-from floatplan.policy import OPERATORS, Policy, packet
+from floatplan.policy import OPERATORS, OpClass, Policy, packet
 
 _CARRIER = _torch.CARRIER
+CASTS = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::_autocast_to_full_precision")
 _lock = threading.RLock()
 _libraries: dict[str, torch.library.Library] = {}
 _placed: set[tuple[str, str]] = set()
@@ -52,14 +54,41 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
             if (overload, device_type) not in _placed:
                 _place(overload, device_type)
                 _placed.add((overload, device_type))
-        _torch.set_compile_cache_tag(_tagged(_torch.compile_cache_tag()))
+        # Graphs cached on disk must not cross to or from plain torch, nor between versions of the table.
+        _torch.mark_compile_caches(f"floatplan-{__version__}-{Policy.unified().fingerprint}")
         _ready.update((name, device_type) for name in needed)
 
 
-def _tagged(tag: str) -> str:
-    """``tag`` with the mark of our kernels: graphs cached on disk must not cross to or from plain torch."""
-    mark = f"floatplan-{__version__}-{Policy.unified().fingerprint}"
-    return tag if mark in tag else f"{tag}|{mark}"
+@functools.cache
+def check_classes(policy: Policy) -> None:
+    """Whether each operator that ``policy`` names is there and can have the class it is given.
+
+    Raises:
+        PolicyError: torch does not know one; one writes to an argument, which a cast would replace by a
+            copy; or one is a cast itself.
+    """
+    known = set(_torch.all_operators()) if policy.overrides else set()
+    for name, op_class in policy.overrides:
+        overloads = _overloads(name, known)
+        if op_class is None:
+            continue
+        if packet(name) in CASTS:
+            raise PolicyError(
+                f"{name} is what casts are made with, so it cannot be cast itself; leave it out"
+            )
+        if op_class is OpClass.DESTINATION:
+            continue
+        for overload in overloads:
+            written = [
+                argument.name
+                for argument in _torch.overload_named(overload)._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            if written:
+                raise PolicyError(
+                    f"{overload} writes to its argument {written[0]!r}, and a cast would write to a copy in "
+                    f"its place; give it the class 'destination', not {op_class.value!r}"
+                )
 
 
 def _overloads(name: str, known: set[str]) -> list[str]:
@@ -94,23 +123,29 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     op = _torch.overload_named(overload)
     own_key, after_key = _torch.dispatch_keys(key)
     native = _torch.native_kernel(overload, key) if _torch.has_kernel(overload, key) else None
+    has_numbers = _number_finder(op)
     rules: dict[torch.dtype, Rule] = {}
     is_on, number_in_force = torch.is_autocast_enabled, torch.get_autocast_dtype
+    keeps_casts = torch.is_autocast_cache_enabled
 
     def left_alone(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if has_numbers(args):
+            # A redispatch takes no plain numbers where the schema has tensors; a call does.
+            with _torch.exclude(own_key):
+                return op(*args, **kwargs)
         # Go on below autocast, but let operators inside this one meet it.
         return op.redispatch(keys & after_key, *args, **kwargs)
 
     def as_before(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if native is None:
-            return op.redispatch(keys & after_key, *args, **kwargs)
+            return left_alone(keys, args, kwargs)
         return native(keys, *args, **kwargs)
 
     def rule_of(number: torch.dtype, policy: Policy) -> Rule:
         rule = rules.get(number)
         if rule is None:
             if policy.native_device == device_type:
-                rule = as_before
+                rule = without_policy
             else:
                 rule = make_rule(op, overload, policy, device_type, own_key) or left_alone
             rules[number] = rule
@@ -118,12 +153,14 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
 
     def without_policy(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = state.recomputed_policy(device_type)
-        if policy is None:
+        if policy is None or policy.native_device == device_type:
             return as_before(keys, args, kwargs)
         return rule_of(state.number_of({device_type: policy}), policy)(keys, args, kwargs)
 
+    @_torch.not_compiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_on(_CARRIER):
+        # A region of ours has torch's cast cache off. Where it is on, torch.autocast was entered since.
+        if not is_on(_CARRIER) or keeps_casts():
             return without_policy(keys, args, kwargs)
         number = number_in_force(_CARRIER)
         rule = rules.get(number)
@@ -135,3 +172,17 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
         return rule(keys, args, kwargs)
 
     return kernel
+
+
+def _number_finder(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...]], bool]:
+    """Tells whether a call has a plain number at the place of a tensor, as ``tensor * 2`` has."""
+    places = [
+        place
+        for place, argument in enumerate(op._schema.arguments)
+        if isinstance(argument.type, torch.TensorType)
+    ]
+
+    def has_numbers(args: tuple[Any, ...]) -> bool:
+        return any(place < len(args) and isinstance(args[place], (int, float, complex)) for place in places)
+
+    return has_numbers

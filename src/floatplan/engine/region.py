@@ -14,8 +14,8 @@ import torch
 from floatplan import _torch
 from floatplan.engine import state
 from floatplan.engine.capability import precision_notes
-from floatplan.engine.kernels import ensure_registered
-from floatplan.errors import PolicyError, PrecisionWarning, RegionError, nearest
+from floatplan.engine.kernels import check_classes, ensure_registered
+from floatplan.errors import FloatplanWarning, PolicyError, PrecisionWarning, RegionError
 from floatplan.policy import Policy
 
 P = ParamSpec("P")
@@ -60,6 +60,7 @@ class autocast:
             without casts; or some operators stay in float32, once per device type and dtype.
     """
 
+    @_torch.not_compiled
     def __init__(
         self,
         device_type: str | torch.device,
@@ -75,6 +76,8 @@ class autocast:
         self._native = self.policy.native_device == self.device
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
         self._enabled = bool(enabled) and self._can_be_had()
+        # A mistake in a policy shows wherever it is used, not only where the region can be had.
+        check_classes(self.policy)
         self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
         self._outside: dict[int, list[_Outside]] = {}
         if self._enabled and not self._native:
@@ -112,19 +115,35 @@ class autocast:
             )
         _said.add((self.device, self.fast_dtype))
 
+    @_torch.not_compiled
     def __enter__(self) -> autocast:
         frames = self._outside.setdefault(threading.get_ident(), [])
         frames.append(self._begin())
         return self
 
+    @_torch.not_compiled
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         thread = threading.get_ident()
-        frames = self._outside[thread]
+        frames = self._outside.get(thread)
+        if not frames:
+            self._leave_elsewhere()
+            return
         self._end(frames.pop())
         if not frames:
             del self._outside[thread]
+
+    def _leave_elsewhere(self) -> None:
+        """The thread that leaves is not one that entered: its own state must stay as it is."""
+        if not self._outside:
+            raise RegionError(f"{self!r} is left but was never entered; use it in a with statement")
+        warnings.warn(
+            f"{self!r} is left in another thread than it was entered in, where it stays in force; "
+            "enter and leave a region in one thread (a generator runs in the thread that resumes it)",
+            FloatplanWarning,
+            stacklevel=3,
+        )
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``: each call runs in a region of its own.
@@ -148,8 +167,14 @@ class autocast:
 
         return in_region
 
+    @_torch.not_compiled
     def _begin(self) -> _Outside:
         device = self.device
+        if (self._enabled or torch.is_autocast_enabled(device)) and _torch.exports():
+            raise RegionError(
+                "torch.export records a program without floatplan's regions, so the exported program would run "
+                "in another precision; use torch.autocast in a module that is exported"
+            )
         carrier = state.raw_state()
         tag = _torch.compile_cache_tag()
         outside = _Outside(
@@ -159,43 +184,44 @@ class autocast:
             carrier,
             tag,
         )
-        mapping = state.policies_in_force()
-        keeps_casts = self._native and self._keeps_casts(bool(mapping), outside.cache_enabled)
+        state.region_entered(outside.carrier, outside.cache_enabled)
+        before = state.policies_in_force()
+        after = {other: policy for other, policy in before.items() if other != device}
         if self._enabled:
-            number = state.number_of({**mapping, device: self.policy})
-            if not keeps_casts:
-                state.remember_use(device, self.policy)
-            state.set_in_force(True, number)
-            if not self._native:
-                _torch.set_compile_cache_tag(f"{tag}|{self.policy.fingerprint}")
-        elif device in mapping:
-            rest = {other: policy for other, policy in mapping.items() if other != device}
-            state.set_in_force(bool(rest), state.number_of(rest) if rest else carrier[1])
+            after[device] = self.policy
+        keeps_casts = self._keeps_casts(before, after, outside.cache_enabled)
+        state.set_in_force(bool(after), state.number_of(after) if after else carrier[1])
+        if self._enabled and not keeps_casts:
+            state.remember_use(device, self.policy)
+        if self._enabled and not self._native:
+            _torch.set_compile_cache_tag(f"{tag}|{self.policy.fingerprint}")
         torch.set_autocast_enabled(device, self._enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
         torch.autocast_increment_nesting()
-        torch.set_autocast_cache_enabled(
-            keeps_casts if self._enabled else outside.cache_enabled or bool(mapping)
-        )
+        torch.set_autocast_cache_enabled(keeps_casts)
         return outside
 
-    def _keeps_casts(self, inside_ours: bool, cache_enabled: bool) -> bool:
+    def _keeps_casts(self, before: dict[str, Policy], after: dict[str, Policy], cache_enabled: bool) -> bool:
         """Whether torch's cast cache is on in this region: as asked, else as around it.
 
-        Around it, in a region of ours, torch's cache is off because ours does not use it, not because
-        somebody asked for that.
+        It is off wherever our kernels work, on any device: that is how they know their regions. Around a
+        region in one of ours it is off for that reason, not because somebody asked for it.
         """
+        if state.has_kernels_of_ours(after):
+            return False
         if self._arguments[3] is not None:
             return self._cache_enabled
-        return cache_enabled or inside_ours
+        return cache_enabled or state.has_kernels_of_ours(before)
 
+    @_torch.not_compiled
     def _end(self, outside: _Outside) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(self.device, outside.enabled)
         torch.set_autocast_dtype(self.device, outside.dtype)
-        torch.set_autocast_cache_enabled(outside.cache_enabled)
-        state.set_in_force(*outside.carrier)
+        carrier, cache_enabled = state.region_left(outside.carrier, outside.cache_enabled)
+        torch.set_autocast_cache_enabled(cache_enabled)
+        state.set_in_force(*carrier)
         if self._enabled and not self._native:
             _torch.set_compile_cache_tag(outside.tag)
 
@@ -227,8 +253,8 @@ def _device_type(device: str | torch.device) -> str:
     known = _torch.AUTOCAST_KEYS
     if device not in known:
         raise RegionError(
-            f"no floatplan region for device type {device!r}{nearest(device, known)}; there are kernels for: "
-            + ", ".join(known)
+            f"no floatplan region for device type {device!r}; there are kernels for: {', '.join(known)}. "
+            "For another device use torch.autocast"
         )
     return device
 

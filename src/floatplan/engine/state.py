@@ -16,6 +16,8 @@ from floatplan import _torch
 from floatplan.errors import RegionError
 from floatplan.policy import Policy
 
+Carrier = tuple[bool, torch.dtype]
+
 _CARRIER = _torch.CARRIER
 _lock = threading.Lock()
 _mappings: dict[torch.dtype, dict[str, Policy]] = {}
@@ -28,6 +30,41 @@ def policies_in_force() -> dict[str, Policy]:
     if not torch.is_autocast_enabled(_CARRIER):
         return {}
     return _mappings[torch.get_autocast_dtype(_CARRIER)]
+
+
+class _Thread(threading.local):
+    """How many regions the thread is in, and its state before the first of them."""
+
+    depth = 0
+    before_all: tuple[Carrier, bool] | None = None
+
+
+_thread = _Thread()
+
+
+def region_entered(carrier: Carrier, cache_enabled: bool) -> None:
+    """Note the thread's state before a region."""
+    if _thread.depth == 0:
+        _thread.before_all = carrier, cache_enabled
+    _thread.depth += 1
+
+
+def region_left(carrier: Carrier, cache_enabled: bool) -> tuple[Carrier, bool]:
+    """The state to restore: the region's own, or that before all regions when this was the last.
+
+    Regions need not be left in the order of entering (generators, tasks). What the last one to be left saw
+    on entry may then be the inside of another, and restoring that would leave a policy in force that no
+    later region shows.
+    """
+    _thread.depth -= 1
+    if _thread.depth > 0 or _thread.before_all is None:
+        return carrier, cache_enabled
+    return _thread.before_all
+
+
+def has_kernels_of_ours(mapping: dict[str, Policy]) -> bool:
+    """Whether any device type of ``mapping`` follows a policy that our kernels carry out."""
+    return any(policy.native_device != device for device, policy in mapping.items())
 
 
 def number_of(mapping: dict[str, Policy]) -> torch.dtype:
@@ -63,23 +100,34 @@ def recomputed_policy(device_type: str) -> Policy | None:
     """The policy of a region that activation checkpointing is recomputing now, if it is.
 
     Checkpointing restores torch's autocast state (on, the dtype, the cache flag) but knows nothing of
-    ours. Regions of floatplan enter with the cache flag off, so: inside a backward, autocast on, flag off,
-    no policy in force means that a region of floatplan is recomputed.
+    ours. Regions of floatplan enter with the cache flag off, so: autocast on, flag off, no policy in force,
+    and a recomputation on the stack mean that a region of floatplan is recomputed.
 
     Raises:
         RegionError: the process used several policies on this device type, so which one cannot be told.
     """
     used = _used.get(device_type)
-    if not used or torch.is_autocast_cache_enabled() or not _torch.inside_backward():
+    if not used or torch.is_autocast_cache_enabled() or not _torch.recomputes():
         return None
     if len(used) > 1:
         names = ", ".join(repr(policy) for policy in used)
         raise RegionError(
-            f"a checkpointed region on {device_type} is recomputed in the backward, and this process used "
-            f"several policies there, so its policy cannot be told: {names}. Enter the region inside the "
-            "checkpointed function, or use one policy in this process"
+            f"a checkpointed region on {device_type} is recomputed, and this process used several policies "
+            f"there, so its policy cannot be told: {names}. Enter the region inside the checkpointed "
+            "function, or use one policy in this process"
         )
     return used[0]
+
+
+def policy_here(device_type: str) -> Policy | None:
+    """The policy that the calling thread's operators on ``device_type`` follow now, recomputed or not."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    if torch.is_autocast_cache_enabled():
+        # A region of ours that runs our kernels has the flag off: torch.autocast was entered since.
+        policy = policies_in_force().get(device_type)
+        return policy if policy is not None and policy.native_device == device_type else None
+    return policies_in_force().get(device_type) or recomputed_policy(device_type)
 
 
 def set_in_force(enabled: bool, number: torch.dtype) -> None:
@@ -88,6 +136,6 @@ def set_in_force(enabled: bool, number: torch.dtype) -> None:
     torch.set_autocast_dtype(_CARRIER, number)
 
 
-def raw_state() -> tuple[bool, torch.dtype]:
+def raw_state() -> Carrier:
     """The calling thread's state as it stands, for `set_in_force` to restore."""
     return torch.is_autocast_enabled(_CARRIER), torch.get_autocast_dtype(_CARRIER)

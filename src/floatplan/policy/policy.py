@@ -151,11 +151,13 @@ def _word(op_class: OpClass | None) -> str:
 
 
 def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise PolicyError(f"an operator is named by a string such as 'aten::linear', got {name!r}")
     namespace, colons, operator = name.partition("::")
     if namespace and colons and operator:
         return
-    bare = [packet(row).removeprefix("aten::") for row in OPERATORS]
-    guess = f"; did you mean 'aten::{name}'?" if name in bare else nearest(name, bare)
+    known = [packet(row) for row in OPERATORS]
+    guess = nearest(f"aten::{name.rpartition('.')[2]}", known)
     raise PolicyError(f"operator {name!r} has no namespace; write 'aten::linear' or 'mylib::my_op'{guess}")
 
 

@@ -10,6 +10,7 @@ from floatplan.records import ResultRecord
 from floatplan.report.runfile import Run
 
 BASELINE = "fp32"
+ONE_SEED = "; one seed does not tell how much it varies."
 CLOSE_ENOUGH = 0.01
 """Test accuracies this near to float32's count as equal: one point."""
 SAME_SPEED = 1.1
@@ -120,7 +121,7 @@ def _disturbed(run: Run) -> list[str]:
         return []
     return [
         f"epochs of one and the same training took up to {worst:.1f} times longer than others: "
-        "something else ran on this machine, and times and speeds are not reliable"
+        "probably something else ran on this machine, and times and speeds are not reliable"
     ]
 
 
@@ -131,8 +132,8 @@ def conclusion(run: Run) -> str:
         return "No training finished."
     sound = [summary for summary in summaries if math.isfinite(summary.train_loss.mean)]
     parts = []
-    if _disturbed(run):
-        parts.append("Which row is fastest cannot be told from this run, which other work disturbed.")
+    if _disturbed(run) and len(summaries) > 1:
+        parts.append("This run does not tell which row is fastest: its times are not reliable.")
     elif sound:
         parts.append(_on_speed(sound))
     parts += [f"{s.row} did not train: its loss is not finite." for s in summaries if s not in sound]
@@ -171,13 +172,14 @@ def _on_accuracy(baseline: RowSummary, others: list[RowSummary]) -> str:
     far = {row: gap for row, gap in gaps.items() if abs(gap) > CLOSE_ENOUGH}
     if far:
         listed = _listed([f"{row}'s by {100 * gap:+.1f} points" for row, gap in far.items()])
-        return f"Test accuracy differs from {BASELINE}'s by more than a point: {listed}."
+        text = f"Test accuracy differs from {BASELINE}'s by more than a point: {listed}"
+        return text + (ONE_SEED if baseline.test_accuracy.deviation is None else ".")
     widest = f"{100 * max(map(abs, gaps.values())):.1f}"
     agreement = (
         f"equals {BASELINE}'s" if widest == "0.0" else f"agrees with {BASELINE}'s within {widest} points"
     )
     text = f"Test accuracy {agreement}"
     if baseline.test_accuracy.deviation is None:
-        return text + "; one seed does not tell how much it varies."
+        return text + ONE_SEED
     spreads = [summary.test_accuracy.deviation or 0.0 for summary in (baseline, *others)]
     return text + f", where seeds alone make it vary by ± {100 * max(spreads):.1f}."
