@@ -172,8 +172,8 @@ class autocast:
         device = self.device
         if (self._enabled or torch.is_autocast_enabled(device)) and _torch.exports():
             raise RegionError(
-                "torch.export records a program without floatplan's regions, so the exported program would run "
-                "in another precision; use torch.autocast in a module that is exported"
+                "torch.export records a program without floatplan's regions, so the exported program would "
+                "run in another precision; use torch.autocast in a module that is exported"
             )
         carrier = state.raw_state()
         tag = _torch.compile_cache_tag()
