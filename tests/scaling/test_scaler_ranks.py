@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
@@ -67,3 +68,28 @@ def test_two_ranks_decide_alike(tmp_path: Path) -> None:
             assert next_scale in (2.0, 2.0**-41)
             assert weights == [[0.0] * 8] * 2
     assert [row[1] for row in first] == [True, False, False] * 2
+
+
+def test_a_plain_gradient_after_a_sharded_one_is_a_batch_of_its_own() -> None:
+    from torch import distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        sharded = torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+        plain = torch.nn.Parameter(torch.zeros(4))
+        optimizer, scaler = torch.optim.SGD([sharded, plain], lr=1.0, foreach=False), fp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        for spoiled, culprit in ((None, None), (plain, 1), (sharded, 0)):
+            for param in (sharded, plain):
+                param.grad = torch.full_like(param, math.nan if param is spoiled else 65536.0)
+            result = scaler.step(optimizer)
+            scaler.update(65536.0)
+            assert result.stepped is (spoiled is None)
+            if culprit is None:
+                assert result.grad_norm == pytest.approx(math.sqrt(8))
+            else:
+                assert result.culprit == f"param_groups[0]['params'][{culprit}] of shape (4,)"
+    finally:
+        dist.destroy_process_group()

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from floatplan.formats import FORMATS
 from floatplan.records import StepFacts
-from floatplan.scaling.gradients import ParameterNames, name_at
-from floatplan.scaling.measure import Measured, total_norm
+from floatplan.scaling.gradients import ParameterNames, is_useless, name_at, widest
+from floatplan.scaling.measure import Measured, Part, total_norm
 
 STEPPED = "stepped"
 DISABLED = "scaling disabled"
@@ -19,31 +18,41 @@ OVERFLOW = "overflow: gradients are not finite"
 USELESS_SCALE = "the scale is of no use: 1/scale is 0 or not finite"
 
 
-def _inverse_is_useless(scale: float) -> bool:
-    return scale == 0 or not math.isfinite(scale) or abs(1 / scale) > FORMATS["fp32"].max
+_CPU = torch.device("cpu")
+
+
+def _numbers(values: list[float | torch.Tensor], device: torch.device) -> list[list[float]]:
+    """The numbers of each value, in one copy from the device; in none where all are numbers already."""
+    wide = widest(device)
+    tensors = [value.to(wide).to(device).reshape(-1) for value in values if isinstance(value, torch.Tensor)]
+    row = iter(torch.cat(tensors).tolist() if tensors else ())
+    return [
+        [next(row) for _ in range(value.numel())] if isinstance(value, torch.Tensor) else [value]
+        for value in values
+    ]
 
 
 @dataclass(slots=True)
 class Evidence:
-    """One step, as tensors that nothing else writes to.
+    """One step, as numbers where the host knows them, else as tensors that nothing else writes to.
 
     Attributes:
         found_inf: whether the step was refused: a bool, or a 0-dim tensor that is 0 or 1.
-        scale: the scale of the step, 0-dim float32.
+        scale: the scale of the step, 0-dim float32 if a tensor.
         streak: skips in a row: an int, or a 0-dim tensor.
         measured: unscaled norms and finiteness; empty where nothing was measured.
         names: names of the optimizer's parameters.
         value: what the optimizer returned.
-        scale_after: the scale after ``update()``, 0-dim; None before it.
+        scale_after: the scale after ``update()``; None before it.
     """
 
     found_inf: bool | torch.Tensor
-    scale: torch.Tensor
+    scale: float | torch.Tensor
     streak: int | torch.Tensor
     measured: Measured
     names: ParameterNames
     value: Any
-    scale_after: torch.Tensor | None = None
+    scale_after: float | torch.Tensor | None = None
     _facts: StepFacts | None = field(default=None, repr=False)
 
     def facts(self) -> StepFacts:
@@ -54,43 +63,35 @@ class Evidence:
 
     def next_scale(self) -> float | None:
         """The scale after ``update()``; None before it."""
-        return None if self.scale_after is None else self.scale_after.item()
+        after = self.scale_after
+        return after.item() if isinstance(after, torch.Tensor) else after
 
     def _read(self) -> StepFacts:
-        scale, found, streak, norm, finite = self._numbers()
-        useless = found and _inverse_is_useless(scale)
+        parts = [part for part in self.measured if isinstance(part, Part)]
+        device = self.scale.device if isinstance(self.scale, torch.Tensor) else _CPU
+        total = [total_norm(self.measured, device)] if self.measured else []
+        known = [self.scale, self.found_inf, self.streak, *total]
+        numbers = _numbers([*known, *(part.finite for part in parts)], device)
+        scale, found_inf, streak, *norm = (n for (n,) in numbers[: len(known)])
+        finite = numbers[len(known) :]
+        found = bool(found_inf)
+        useless = found and is_useless(scale)
         bad = {
             position: shape
-            for (position, shape), fine in zip(self._parameters(), finite, strict=True)
-            if not fine
+            for part, fine in zip(parts, finite, strict=True)
+            for position, shape, is_fine in zip(part.positions, part.shapes, fine, strict=True)
+            if not is_fine
         }
         culprit = None
         if found and bad and not useless:
             last = max(bad)
             culprit = name_at(self.names, last, bad[last])
-        reason = STEPPED if not found else USELESS_SCALE if useless else OVERFLOW
         return StepFacts(
             stepped=not found,
             found_inf=found,
-            reason=reason,
+            reason=STEPPED if not found else USELESS_SCALE if useless else OVERFLOW,
             scale=scale,
-            grad_norm=math.nan if useless and norm is not None else norm,
+            grad_norm=None if not norm else math.nan if useless else norm[0],
             culprit=culprit,
-            skips_in_a_row=streak,
+            skips_in_a_row=int(streak),
         )
-
-    def _parameters(self) -> list[tuple[int, torch.Size]]:
-        return [pair for part in self.measured for pair in zip(part.positions, part.shapes, strict=True)]
-
-    def _numbers(self) -> tuple[float, bool, int, float | None, list[bool]]:
-        """(scale, found_inf, streak, norm, finite per gradient), in one copy from the device."""
-        device = self.scale.device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        norm = [total_norm(self.measured, device)] if self.measured else []
-        finite = [part.finite.to(device) for part in self.measured]
-        tensors = [self.scale, *(torch.as_tensor(x, device=device) for x in (self.found_inf, self.streak))]
-        row = torch.cat([t.reshape(-1).to(wide) for t in (*tensors, *norm, *finite)]).tolist()
-        scale, found, streak, *rest = row
-        if norm:
-            return scale, bool(found), int(streak), rest[0], [bool(x) for x in rest[1:]]
-        return scale, bool(found), int(streak), None, []

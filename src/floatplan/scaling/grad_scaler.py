@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, overload
@@ -17,16 +16,12 @@ from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
+from floatplan.scaling.streaks import Streaks
 
 
 def _fresh_state() -> dict[str, Any]:
     """What is known of an optimizer at the start of an iteration. At module level, so that it pickles."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-def _no_streaks() -> weakref.WeakKeyDictionary[torch.optim.Optimizer, int | torch.Tensor]:
-    """Skips in a row of each optimizer: an int where the host knows, else a 0-dim tensor on the device."""
-    return weakref.WeakKeyDictionary()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -40,8 +35,8 @@ class GradScaler(torch.amp.GradScaler):
     weights. ``step`` returns a ``StepResult``.
 
     Args:
-        device: device type on which the loss is made; ``"cuda"`` without CUDA disables the scaler
-            (PrecisionWarning).
+        device: device on which the loss is made; its type alone counts. ``"cuda"`` without CUDA disables
+            the scaler (PrecisionWarning).
         init_scale: first scale, above 0 and finite in float32.
         growth_factor: above 1.
         backoff_factor: above 0 and below 1.
@@ -52,22 +47,24 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         AssertionError: a factor is out of range.
         ValueError: ``init_scale`` is out of range.
+        TypeError: ``device`` is neither a string nor a ``torch.device``.
     """
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | torch.device = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        enabled = enabled and settings.can_scale_on(device)
+        kind = settings.device_type(device)
+        enabled = enabled and settings.can_scale_on(kind)
         if enabled:
             settings.check_factors(growth_factor, backoff_factor)
             settings.checked_scale(init_scale, "init_scale")
-        self._device = device
+        self._device = kind
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -78,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_state)
-        self._streaks = _no_streaks()
+        self._streaks = Streaks()
 
     # --- Scaling up -----------------------------------------------------------------------------------
 
@@ -171,6 +168,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale, and measure what a subclass that unscales in its own way did not."""
         state = self._per_optimizer_states[id(optimizer)]
         state.pop("measured", None)
+        state["names"] = gradients.parameter_names(optimizer)
         flags = self._unscale_grads_(optimizer, factor, found_inf, allow_fp16)
         if "measured" not in state:
             with torch.no_grad():
@@ -182,9 +180,8 @@ class GradScaler(torch.amp.GradScaler):
         """Flags of the gradients as they are, for optimizers that unscale by themselves."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         # On the CPU, so that it is seen to be 1 without a sync and no gradient is rewritten.
-        one = torch.full((), 1.0, dtype=torch.float32)
-        found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-        self._unscale_and_record(optimizer, one, found_inf, True)
+        one = gradients.number(1.0, torch.device("cpu"))
+        self._unscale_and_record(optimizer, one, gradients.number(0.0, scale.device), True)
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:  # type: ignore[override]
@@ -222,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         protocol.check_step(state["stage"])
+        used = gradients.snapshot(scale)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             value = self_scaling.step(self, optimizer, state, args, kwargs)
         else:
@@ -230,20 +228,24 @@ class GradScaler(torch.amp.GradScaler):
             protocol.check_gradients(optimizer, state["found_inf_per_device"])
             value = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return self._result(optimizer, state, scale, value)
+        return self._result(optimizer, state, used, value)
 
     def _result(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: torch.Tensor, value: Any
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: float | torch.Tensor, value: Any
     ) -> StepResult:
-        """The result of a step that is over; ``update`` adds the next scale to it."""
+        """The result of a step that is over; ``update`` adds the next scale to it.
+
+        Nothing in here may fail: the weights have changed.
+        """
         refused = state.pop("refused", None)
         if refused is None:  # a subclass decided without _maybe_opt_step of this class
-            refused = gradients.any_flag(state["found_inf_per_device"].values(), scale.device)
+            device = scale.device if isinstance(scale, torch.Tensor) else torch.device("cpu")
+            refused = gradients.any_flag(state["found_inf_per_device"].values(), device)
         if isinstance(refused, torch.Tensor) and refused.device.type == "cpu":
             refused = bool(refused.item())
-        streak = self._streaks[optimizer] = (self._streaks.get(optimizer, 0) + 1) * refused
-        names = gradients.parameter_names(optimizer)
-        evidence = Evidence(refused, scale.clone(), streak, state.get("measured", ()), names, value)
+        streak = self._streaks.count(optimizer, refused)
+        measured, names = state.get("measured", ()), state.get("names", ())
+        evidence = Evidence(refused, scale, streak, measured, names, value)
         state["evidence"] = evidence
         return StepResult(evidence)
 
@@ -288,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         for state in self._per_optimizer_states.values():
             if "evidence" in state:
-                state["evidence"].scale_after = scale.clone()
+                state["evidence"].scale_after = gradients.snapshot(scale)
         self._per_optimizer_states = defaultdict(_fresh_state)
 
     def _get_scale_async(self) -> torch.Tensor | None:
@@ -389,4 +391,4 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._streaks = _no_streaks()
+        self._streaks = Streaks()

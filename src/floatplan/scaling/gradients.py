@@ -6,17 +6,22 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from floatplan import _torch
+from floatplan.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Flags = dict[torch.device, torch.Tensor]
 """One 0-dim float32 tensor per device that holds gradients: not 0 if something there is not finite."""
+
+
+_LOW = frozenset((torch.float16, torch.bfloat16))
 
 
 @dataclass(slots=True)
@@ -26,16 +31,18 @@ class Batch:
     Attributes:
         device: where they lie.
         dtype: of the gradients.
+        layout: mesh and placements of DTensors; else empty.
         grads: the gradients; of a sparse one, its values.
+        params: the parameter of each.
         positions: place of each parameter among all parameters of the optimizer.
-        shapes: shape of each parameter.
     """
 
     device: torch.device
     dtype: torch.dtype
+    layout: tuple[object, ...]
     grads: list[torch.Tensor] = field(default_factory=list)
+    params: list[torch.Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -44,27 +51,16 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(position, parameter, gradient) of each parameter that has a gradient."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    for position, param in enumerate(params):
-        if not isinstance(param, torch.Tensor):
-            raise AssertionError(
-                f"parameter {position} of {type(optimizer).__name__} is a {type(param).__name__}, "
-                "not a tensor; pass tensors in param_groups[...]['params']"
-            )
-        if param.grad is not None:
-            yield position, param, param.grad
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _dense(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, or the values of a sparse one.
+def _values(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse gradient.
 
     Values of an index that stands twice are added first: the sum is what reaches the weight, it may
     overflow where its parts do not, and a norm over the parts is not the norm of the gradient.
     """
-    if not grad.is_sparse:
-        return grad
     if not grad.is_coalesced():
         grad = grad.coalesce()
         param.grad = grad
@@ -81,20 +77,30 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
         AssertionError: something in ``param_groups`` is not a tensor.
     """
     batches: dict[tuple[object, ...], Batch] = {}
+    batch: Batch | None = None  # of the parameter before, which is mostly the one of the next
     refused: list[tuple[int, torch.Size]] = []
-    for position, param, found in _with_gradients(optimizer):
-        if found.dtype is torch.float16 and not allow_fp16:
+    for position, param in enumerate(_parameters(optimizer)):
+        if not isinstance(param, torch.Tensor):
+            raise AssertionError(
+                f"parameter {position} of {type(optimizer).__name__} is a {type(param).__name__}, "
+                "not a tensor; pass tensors in param_groups[...]['params']"
+            )
+        found = param.grad
+        if found is None:
+            continue
+        device, dtype = found.device, found.dtype
+        if dtype is torch.float16 and not allow_fp16:
             refused.append((position, param.shape))
             continue
-        grad = _dense(param, found)
-        layout = (grad.device_mesh, grad.placements) if is_dtensor(grad) else ()
-        key = (grad.device, grad.dtype, *layout)
-        batch = batches.get(key)
-        if batch is None:
-            batch = batches[key] = Batch(grad.device, grad.dtype)
+        grad = _values(param, found) if found.is_sparse else found
+        layout: tuple[object, ...] = ()
+        if type(grad) is not torch.Tensor and is_dtensor(grad):
+            layout = (grad.device_mesh, grad.placements)
+        if batch is None or dtype is not batch.dtype or device != batch.device or layout != batch.layout:
+            batch = batches.setdefault((device, dtype, layout), Batch(device, dtype, layout))
         batch.grads.append(grad)
+        batch.params.append(param)
         batch.positions.append(position)
-        batch.shapes.append(param.shape)
     if refused:
         names = parameter_names(optimizer)
         first = ", ".join(name_at(names, position, shape) for position, shape in refused[:3])
@@ -112,10 +118,12 @@ def cpu_kernel_loses_scale(optimizer: torch.optim.Optimizer) -> bool:
     Its kernel casts the scale to the gradient's dtype: in float16 a scale of 65536 becomes inf, and every
     gradient 0 without a word (torch 2.13). Kernels of accelerators divide in float32.
     """
-    return any(
-        grad.device.type == "cpu" and grad.dtype in (torch.float16, torch.bfloat16)
-        for _, _, grad in _with_gradients(optimizer)
-    )
+    # Something that is no tensor is for collect() to complain about.
+    grads = [getattr(param, "grad", None) for param in _parameters(optimizer)]
+    dtypes = {grad.dtype for grad in grads if grad is not None}
+    if _LOW.isdisjoint(dtypes):
+        return False
+    return any(grad is not None and grad.dtype in _LOW and grad.device.type == "cpu" for grad in grads)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
@@ -123,19 +131,29 @@ def to_device(tensor: torch.Tensor, device: torch.device, copy: bool = False) ->
     return tensor.to(device=device, non_blocking=device.type != "cpu", copy=copy)
 
 
-class Replicas:
-    """Copies of one small tensor, made when a device first asks for its own."""
+def widest(device: torch.device) -> torch.dtype:
+    """float64 where ``device`` has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
-    def __init__(self, master: torch.Tensor) -> None:
-        self._master = master
-        self.copies: Flags = {}
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The copy on ``device``."""
-        copy = self.copies.get(device)
-        if copy is None:
-            copy = self.copies[device] = to_device(self._master, device, copy=True)
-        return copy
+def number(value: float, device: torch.device) -> torch.Tensor:
+    """``value`` as a fresh 0-dim float32 tensor on ``device``."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def snapshot(tensor: torch.Tensor) -> float | torch.Tensor:
+    """What a 0-dim tensor holds now: a float where the host may ask for free, else a copy."""
+    return tensor.item() if tensor.device.type == "cpu" else tensor.clone()
+
+
+def is_useless(scale: float) -> bool:
+    """Whether 1/scale is 0 or not finite in float32."""
+    return scale == 0 or not math.isfinite(scale) or abs(1 / scale) > FORMATS["fp32"].max
+
+
+def unusable(factor: torch.Tensor) -> torch.Tensor:
+    """0-dim bool: ``factor`` is 0 or not finite. The host is not asked."""
+    return (torch.isfinite(factor) & (factor != 0)).logical_not()
 
 
 def inverse(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,19 +162,14 @@ def inverse(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The division is done in float64 and rounded once. An inverse that is 0 or not finite is replaced by 1:
     the step is refused anyway, and the gradients are not filled with NaN.
     """
-    if scale.device.type == "cpu" and (value := scale.item()):  # the same, without six small kernels
-        inv_scale = torch.tensor(1.0 / value, dtype=torch.float32)
-        if math.isfinite(inv_scale.item()) and inv_scale.item():
-            return inv_scale, torch.tensor(0.0)
+    if scale.device.type == "cpu":  # the same, without six small kernels
+        value = scale.item()
+        refused = is_useless(value)
+        return number(1.0 if refused else 1.0 / value, scale.device), number(refused, scale.device)
     wide = scale if scale.device.type == "mps" else scale.double()
     inv_scale = wide.reciprocal().float()
-    useless = usable(inv_scale).logical_not()
+    useless = unusable(inv_scale)
     return inv_scale.masked_fill(useless, 1.0), useless.float()
-
-
-def usable(factor: torch.Tensor) -> torch.Tensor:
-    """0-dim bool: ``factor`` is finite and not 0."""
-    return torch.isfinite(factor) & (factor != 0)
 
 
 def unscale_(batches: Iterable[Batch], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> Flags:
@@ -165,13 +178,15 @@ def unscale_(batches: Iterable[Batch], inv_scale: torch.Tensor, found_inf: torch
     A factor of 1 that lies on the CPU costs no pass over the gradients: what is not finite is found by
     ``measure``, which follows in any case.
     """
-    factors, flags = Replicas(inv_scale), Replicas(found_inf)
+    flags: Flags = {}
     nothing_to_do = inv_scale.device.type == "cpu" and inv_scale.item() == 1.0
     for batch in batches:
-        flag = flags.on(batch.device)
+        flag = flags.get(batch.device)
+        if flag is None:
+            flag = flags[batch.device] = to_device(found_inf, batch.device, copy=True)
         if nothing_to_do:
             continue
-        factor = factors.on(batch.device)
+        factor = to_device(inv_scale, batch.device)
         if batch.dtype is torch.bfloat16 and batch.device.type != "cpu":
             # The kernel is not made for bfloat16 there. One gradient at a time goes through float32,
             # so that the product is rounded once and the memory grows by one gradient.
@@ -181,7 +196,7 @@ def unscale_(batches: Iterable[Batch], inv_scale: torch.Tensor, found_inf: torch
                 grad.copy_(wide)
         else:
             _torch.check_and_unscale_(batch.grads, flag, factor)
-    return flags.copies
+    return flags
 
 
 def any_flag(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -189,9 +204,11 @@ def any_flag(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
 
     Never more than 1: fused kernels compare the flag with 1, and a sum of 2 makes them step (torch 2.13).
     """
+    if device.type == "cpu":
+        return number(any(flag.item() for flag in flags), device)
     here = [to_device(flag.reshape(()), device) for flag in flags]
     if not here:
-        return torch.zeros((), dtype=torch.float32, device=device)
+        return number(0.0, device)
     if len(here) == 1:
         return (here[0] != 0).float()
     return (torch.stack(here) != 0).any().float()
@@ -203,21 +220,24 @@ def is_set(flags: Sequence[torch.Tensor]) -> bool:
     return bool(flag.item())
 
 
-ParameterNames = tuple[tuple[list[str] | None, int], ...]
+ParameterNames = tuple[tuple[tuple[str, ...], int], ...]
 
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> ParameterNames:
-    """(names or None, number of parameters) of each group. Holds no parameter."""
+    """(names, number of parameters) of each group. Holds no parameter.
+
+    There may be no names, or too few: parameters can be added to a group by hand.
+    """
     groups: list[dict[str, Any]] = optimizer.param_groups
-    return tuple((group.get("param_names"), len(group["params"])) for group in groups)
+    return tuple((tuple(group.get("param_names") or ()), len(group["params"])) for group in groups)
 
 
 def name_at(names: ParameterNames, position: int, shape: torch.Size) -> str:
-    """Name of the parameter at ``position``, or where it stands and its shape."""
+    """Name of the parameter at ``position``, or where it stands and its shape. Always has an answer."""
     for index, (known, count) in enumerate(names):
         if position < count:
-            if known is not None:
-                return known[position]
+            if position < len(known):
+                return str(known[position])
             return f"param_groups[{index}]['params'][{position}] of shape {tuple(shape)}"
         position -= count
-    raise IndexError(f"no parameter {position} beyond the last group")
+    return f"a parameter of shape {tuple(shape)}"

@@ -6,13 +6,15 @@ square of the largest float32 (1e77) is far from the end of float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from floatplan import _torch
-from floatplan.scaling.gradients import Batch, Flags, is_dtensor
+from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class Part:
     """What was measured on one batch of n gradients; its tensors belong to it alone.
 
     Attributes:
+        positions: place of each parameter among all parameters of the optimizer.
+        shapes: shape of each parameter.
         norms: L2 norm of each gradient, shape (n,), float64 (float32 on devices without it).
         finite: whether every value of each gradient is finite, shape (n,), bool.
         limit: largest value in which an optimizer computes with such a gradient.
@@ -32,7 +36,22 @@ class Part:
     limit: float
 
 
-Measured = tuple[Part, ...]
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What was measured on one batch on the CPU in which every value is finite: the host knows it all.
+
+    Attributes:
+        device: where the gradients lie.
+        norm: L2 norm over all of them.
+        limit: as in ``Part``.
+    """
+
+    device: torch.device
+    norm: float
+    limit: float
+
+
+Measured = tuple[Part | Total, ...]
 
 
 def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -43,6 +62,7 @@ def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 _ROW = 4096
+_SMALL = 2048
 
 
 def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -57,6 +77,30 @@ def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     whole = flat.numel() - flat.numel() % _ROW
     norms: torch.Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
     return torch.cat([norms, flat[whole:]])
+
+
+def _joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Fewer tensors of the same norm in all: small ones of one shape become one.
+
+    To call a kernel for a small tensor takes longer than to copy it.
+    """
+    by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_shape.setdefault(tensor.shape, []).append(tensor)
+    joined = []
+    for shape, same in by_shape.items():
+        if len(same) > 1 and shape.numel() <= _SMALL:
+            joined.append(torch.cat(same) if shape else torch.stack(same))
+        else:
+            joined.extend(same)
+    return joined
+
+
+def _total_on_cpu(batch: Batch) -> float:
+    """Norm of all gradients; if it is finite, they are. It may not be where they are, only very large."""
+    wide = torch.promote_types(batch.dtype, torch.float32)
+    pieces = [_shortened(tensor, wide) for tensor in _joined(batch.grads)]
+    return math.hypot(*_torch.norms(pieces, wide).tolist())
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,15 +140,44 @@ def _measure_dtensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return total[0].sqrt(), total[1] == 0
 
 
-def measure(batches: Iterable[Batch]) -> Measured:
-    """Norm and finiteness of every gradient, one read of each. No device-to-host sync."""
-    parts = []
+@cache
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).max
+
+
+def measure(batches: Iterable[Batch], each: bool = False) -> Measured:
+    """Norms and finiteness, one read of each gradient. No device-to-host sync.
+
+    Args:
+        batches: the gradients.
+        each: whether the norm of each gradient is wanted, also where a total says that all are finite.
+    """
+    parts: list[Part | Total] = []
     for batch in batches:
         whole = is_dtensor(batch.grads[0])
+        if batch.device.type == "cpu" and not (whole or each):
+            norm = _total_on_cpu(batch)
+            if math.isfinite(norm):
+                parts.append(Total(batch.device, norm, _limit(batch.dtype)))
+                continue
         norms, finite = _measure_dtensors(batch) if whole else _measure(batch.grads, batch)
-        limit = torch.finfo(torch.promote_types(batch.dtype, torch.float32)).max
-        parts.append(Part(batch.positions, batch.shapes, norms, finite, limit))
+        shapes = [param.shape for param in batch.params]
+        parts.append(Part(batch.positions, shapes, norms, finite, _limit(batch.dtype)))
     return tuple(parts)
+
+
+def _quotient(total: Total, divisor: torch.Tensor) -> float:
+    value = divisor.item()
+    return total.norm / value if value else math.inf
+
+
+def total_is_enough(measured: Measured, divisor: torch.Tensor) -> bool:
+    """Whether no gradient can fail in ``divided``: none has a larger norm than a total that fits."""
+    return all(
+        _quotient(part, divisor) <= part.limit  # False for NaN, too
+        for part in measured
+        if isinstance(part, Total)
+    )
 
 
 def divided(measured: Measured, divisor: torch.Tensor) -> Measured:
@@ -113,19 +186,25 @@ def divided(measured: Measured, divisor: torch.Tensor) -> Measured:
     A gradient whose norm would pass the largest value counts as not finite. This is stricter than value
     by value, and costs no further pass over the gradients.
     """
-    parts = []
+    parts: list[Part | Total] = []
     for part in measured:
+        if isinstance(part, Total):
+            parts.append(Total(part.device, _quotient(part, divisor), part.limit))
+            continue
         norms = part.norms / divisor.to(part.norms)
         # False for NaN, too.
-        parts.append(
-            Part(part.positions, part.shapes, norms, part.finite & (norms <= part.limit), part.limit)
-        )
+        finite = part.finite & (norms <= part.limit)
+        parts.append(Part(part.positions, part.shapes, norms, finite, part.limit))
     return tuple(parts)
 
 
 def flag_(flags: Flags, measured: Measured) -> None:
     """Set the flag of each device on which a gradient is not finite."""
     for part in measured:
+        if isinstance(part, Total):
+            if part.device not in flags:
+                flags[part.device] = number(0.0, part.device)
+            continue
         bad = part.finite.all().logical_not()
         flag = flags.get(part.finite.device)
         if flag is None:
@@ -134,8 +213,16 @@ def flag_(flags: Flags, measured: Measured) -> None:
             flag.masked_fill_(bad, 1.0)
 
 
-def total_norm(measured: Measured, device: torch.device) -> torch.Tensor:
-    """L2 norm over everything measured, 0-dim on ``device``."""
-    norms = [part.norms.to(device) for part in measured]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms))
+def total_norm(measured: Measured, device: torch.device) -> float | torch.Tensor:
+    """L2 norm over everything measured: a float where the host knows it, else 0-dim on ``device``."""
+    known = math.hypot(*(part.norm for part in measured if isinstance(part, Total)))
+    norms = [part.norms for part in measured if isinstance(part, Part)]
+    if not norms:
+        return known
+    wide = widest(device)
+    here = [
+        torch.full((1,), known, dtype=wide, device=device),
+        *(to_device(t.to(wide), device) for t in norms),
+    ]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(here))
     return total

@@ -7,23 +7,34 @@ step: ``grad_scale``, the divisor or None, and ``found_inf``, a flag at which th
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from floatplan.scaling import gradients
-from floatplan.scaling.measure import divided, flag_
+from floatplan.scaling.measure import divided, flag_, measure, total_is_enough
 
 if TYPE_CHECKING:
     from floatplan.scaling.grad_scaler import GradScaler
 
 
+_takes_scaler: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
+
+
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` has a ``grad_scaler`` argument: the older contract, where it does everything."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    function = getattr(optimizer.step, "__func__", None)
+    if not isinstance(function, FunctionType):
+        return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    known = _takes_scaler.get(function)
+    if known is None:  # to look at a signature takes longer than a small step
+        known = _takes_scaler[function] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return known
 
 
 def own_grad_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
@@ -43,8 +54,9 @@ def lent(
     try:
         yield
     finally:
-        del holder.grad_scale
-        del holder.found_inf
+        for name in ("grad_scale", "found_inf"):
+            with suppress(AttributeError):  # the weights are stepped: too late to fail
+                delattr(holder, name)
 
 
 def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,6 +73,15 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
         if group["momentum"] != 0
         for param in group["params"]
     )
+
+
+def _flag_useless(flags: gradients.Flags, divisor: torch.Tensor) -> None:
+    """Set every flag if 1/divisor is 0 or not finite."""
+    if divisor.device.type == "cpu" and not gradients.is_useless(divisor.item()):
+        return
+    useless = gradients.unusable(divisor.reciprocal())
+    for device, flag in flags.items():
+        flag.masked_fill_(gradients.to_device(useless, device), 1.0)
 
 
 def step(
@@ -84,11 +105,12 @@ def step(
             divisor = scale if divisor is None else scale * divisor
     flags = state["found_inf_per_device"]
     if divisor is not None:
-        state["measured"] = divided(state.get("measured", ()), divisor)
+        measured = state.get("measured", ())
+        if not total_is_enough(measured, divisor):
+            measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
+        state["measured"] = divided(measured, divisor)
         flag_(flags, state["measured"])
-        useless = gradients.usable(divisor.reciprocal()).logical_not()
-        for device, flag in flags.items():
-            flag.masked_fill_(gradients.to_device(useless, device), 1.0)
+        _flag_useless(flags, divisor)
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
     with lent(optimizer, divisor, refused):
         # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.

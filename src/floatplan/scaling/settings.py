@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import FrameType
 from typing import Any, SupportsFloat
 
 import torch
@@ -18,15 +20,40 @@ from floatplan.formats import FORMATS
 _FLOAT32 = FORMATS["fp32"]
 
 
+def device_type(device: str | torch.device) -> str:
+    """The type of a device that is given with or without an index: "cuda" of "cuda:0".
+
+    Raises:
+        TypeError: it is neither a string nor a device.
+    """
+    if isinstance(device, torch.device):
+        return device.type
+    if not isinstance(device, str):
+        raise TypeError(f"device must be a string or a torch.device, got a {type(device).__name__}")
+    return device.partition(":")[0]
+
+
+def _stacklevel() -> int:
+    """``stacklevel`` for a warning of the caller, such that it points at the user's line."""
+    ours = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] == ours:
+        above: FrameType | None = frame.f_back
+        if above is None:
+            break
+        level, frame = level + 1, above
+    return level
+
+
 def can_scale_on(device: str) -> bool:
-    """Whether ``device`` is there; PrecisionWarning, at the caller of the caller, for a missing CUDA."""
+    """Whether devices of this type are there; PrecisionWarning, at the user's line, for a missing CUDA."""
     if device != "cuda" or torch.cuda.is_available() or find_spec("torch_xla") is not None:
         return True
     warnings.warn(
         "GradScaler is enabled for 'cuda', but CUDA is not available: it is disabled, and gradients "
         "are not scaled. Pass device='cpu' to scale on the CPU, or enabled=False to mean it.",
         PrecisionWarning,
-        stacklevel=3,
+        stacklevel=_stacklevel(),
     )
     return False
 

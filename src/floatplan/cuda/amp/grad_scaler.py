@@ -1,4 +1,4 @@
-"""``torch.cuda.amp.grad_scaler` by its older signature."""
+"""``torch.cuda.amp.grad_scaler`` by its older signature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["GradScaler", "OptState"]
 
 
 class GradScaler(scaling.GradScaler):
-    """`floatplan.GradScaler` for CUDA, without the device argument."""
+    """``floatplan.GradScaler`` for CUDA, without the device argument."""
 
     def __init__(
         self,
