@@ -26,6 +26,7 @@ def test_public_names() -> None:
         "StepResult",
         "__version__",
         "autocast",
+        "cast_cache",
         "custom_bwd",
         "custom_fwd",
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from floatplan._version import __version__
 
 if TYPE_CHECKING:
-    from floatplan.engine import autocast, custom_bwd, custom_fwd
+    from floatplan.engine import autocast, cast_cache, custom_bwd, custom_fwd
     from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
     from floatplan.records import StepResult
@@ -26,6 +26,7 @@ _HOMES = {
     "PrecisionWarning": "floatplan.errors",
     "StepResult": "floatplan.records",
     "autocast": "floatplan.engine",
+    "cast_cache": "floatplan.engine",
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "StepResult",
     "__version__",
     "autocast",
+    "cast_cache",
     "custom_bwd",
     "custom_fwd",
 ]

@@ -79,13 +79,28 @@ def overload_named(overload: str) -> torch._ops.OpOverload:
     return found
 
 
+def direct_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What ``op`` calls, without the Python method around it: one frame less for every operator."""
+    call: Callable[..., Any] = op._op
+    return call
+
+
+def tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments of ``op`` that are tensors, perhaps optional, or lists of them."""
+    return tuple(
+        place for place, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)
+    )
+
+
 # --- Thread state -------------------------------------------------------------------------------------
 
 # Autocast state of "maia", a device type for which no kernels are built: torch keeps it per thread,
-# autograd threads inherit it, and Dynamo guards on it. Its dtype numbers the policies in force.
+# autograd threads inherit it, and Dynamo guards on it. Its dtype numbers the policies in force; the dtype
+# that a thread starts with says that there are none.
 CARRIER = "maia"
+NO_POLICY: torch.dtype = torch.get_autocast_dtype(CARRIER)
 CARRIER_VALUES: tuple[torch.dtype, ...] = tuple(
-    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - {NO_POLICY}, key=str)
 )
 
 
@@ -102,6 +117,33 @@ def recomputes() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# --- Cast cache ---------------------------------------------------------------------------------------
+
+
+def storage_is_ours(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor holds the memory of ``tensor``, not even one saved for a backward.
+
+    Two references are there without anybody else: the tensor's and that of the Python storage object.
+    """
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+
+
+def must_not_cache(tensor: torch.Tensor) -> bool:
+    """Whether this call is traced, transformed or captured, or in inference mode: then nothing is kept.
+
+    A kept copy would become a constant of the trace, or be read outside of the transform that made it.
+    """
+    return bool(
+        torch.is_inference_mode_enabled()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or tensor.is_inference()
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 # --- Machine ------------------------------------------------------------------------------------------

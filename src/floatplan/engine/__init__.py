@@ -1,7 +1,8 @@
 """HOW tensors get to their precision: dispatcher kernels, regions, what a device runs fast."""
 
+from floatplan.engine.cache import CastCache, CastCopy, cast_cache
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.custom import custom_bwd, custom_fwd
 from floatplan.engine.region import autocast
 
-__all__ = ["autocast", "custom_bwd", "custom_fwd", "precision_notes"]
+__all__ = ["CastCache", "CastCopy", "autocast", "cast_cache", "custom_bwd", "custom_fwd", "precision_notes"]

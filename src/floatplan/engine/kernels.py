@@ -20,7 +20,7 @@ import torch
 
 from floatplan import _torch
 from floatplan._version import __version__
-from floatplan.engine import state
+from floatplan.engine import cache, state
 from floatplan.engine.rules import Rule, make_rule
 from floatplan.errors import PolicyError, nearest
 from floatplan.policy import OPERATORS, OpClass, Policy, packet
@@ -44,6 +44,7 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
     needed = ("the table", *policy.named_ops)
     if all((name, device_type) in _ready for name in needed):
         return
+    cache.watch_optimizers()
     with _lock:
         known = set(_torch.all_operators())
         # A release of torch may lack some of the table's operators.
@@ -125,7 +126,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     native = _torch.native_kernel(overload, key) if _torch.has_kernel(overload, key) else None
     has_numbers = _number_finder(op)
     rules: dict[torch.dtype, Rule] = {}
-    is_on, number_in_force = torch.is_autocast_enabled, torch.get_autocast_dtype
+    number_in_force = torch.get_autocast_dtype
     keeps_casts = torch.is_autocast_cache_enabled
 
     def left_alone(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,7 +161,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     @_torch.not_compiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         # A region of ours has torch's cast cache off. Where it is on, torch.autocast was entered since.
-        if not is_on(_CARRIER) or keeps_casts():
+        if keeps_casts():
             return without_policy(keys, args, kwargs)
         number = number_in_force(_CARRIER)
         rule = rules.get(number)

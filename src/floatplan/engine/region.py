@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from floatplan import _torch
-from floatplan.engine import state
+from floatplan.engine import cache, state
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.kernels import check_classes, ensure_registered
+from floatplan.engine.resumed import in_stretches
 from floatplan.errors import FloatplanWarning, PolicyError, PrecisionWarning, RegionError
 from floatplan.policy import Policy
 
@@ -31,8 +32,9 @@ class _Outside(NamedTuple):
     enabled: bool
     dtype: torch.dtype
     cache_enabled: bool
-    carrier: tuple[bool, torch.dtype]
+    number: torch.dtype
     tag: str
+    casts_since: int | None
 
 
 class autocast:
@@ -75,6 +77,7 @@ class autocast:
         self.policy = _policy(policy, self.device)
         self._native = self.policy.native_device == self.device
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._cache_casts = cache_enabled is not False
         self._enabled = bool(enabled) and self._can_be_had()
         # A mistake in a policy shows wherever it is used, not only where the region can be had.
         check_classes(self.policy)
@@ -148,6 +151,9 @@ class autocast:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``: each call runs in a region of its own.
 
+        A generator or coroutine function enters the region for each stretch that it runs, so that its
+        callers and other tasks never see it.
+
         Raises:
             TypeError: not callable.
         """
@@ -156,6 +162,10 @@ class autocast:
                 f"autocast(...) decorates a function, got {type(function).__name__}; "
                 "for a block of code write: with autocast(...):"
             )
+
+        stretches = in_stretches(self, function)
+        if stretches is not None:
+            return stretches
 
         @functools.wraps(function)
         def in_region(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -175,22 +185,22 @@ class autocast:
                 "torch.export records a program without floatplan's regions, so the exported program would "
                 "run in another precision; use torch.autocast in a module that is exported"
             )
-        carrier = state.raw_state()
         tag = _torch.compile_cache_tag()
         outside = _Outside(
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
             torch.is_autocast_cache_enabled(),
-            carrier,
+            state.number_in_force(),
             tag,
+            cache.enter(self._enabled and not self._native and self._cache_casts),
         )
-        state.region_entered(outside.carrier, outside.cache_enabled)
+        state.region_entered(outside.number, outside.cache_enabled)
         before = state.policies_in_force()
         after = {other: policy for other, policy in before.items() if other != device}
         if self._enabled:
             after[device] = self.policy
         keeps_casts = self._keeps_casts(before, after, outside.cache_enabled)
-        state.set_in_force(bool(after), state.number_of(after) if after else carrier[1])
+        state.set_in_force(state.number_of(after))
         if self._enabled and not keeps_casts:
             state.remember_use(device, self.policy)
         if self._enabled and not self._native:
@@ -219,9 +229,10 @@ class autocast:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(self.device, outside.enabled)
         torch.set_autocast_dtype(self.device, outside.dtype)
-        carrier, cache_enabled = state.region_left(outside.carrier, outside.cache_enabled)
+        number, cache_enabled = state.region_left(outside.number, outside.cache_enabled)
         torch.set_autocast_cache_enabled(cache_enabled)
-        state.set_in_force(*carrier)
+        state.set_in_force(number)
+        cache.leave(outside.casts_since)
         if self._enabled and not self._native:
             _torch.set_compile_cache_tag(outside.tag)
 

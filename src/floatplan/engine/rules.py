@@ -3,22 +3,31 @@
 A rule is made once per operator, policy and device type, and called with each call's arguments. Casts touch
 floating-point tensors of the device type other than float64 (as torch.amp's do): a float64 tensor is there
 because somebody asked for its precision.
+
+These functions run for every operator of a region, so what can be known from the schema is worked out when
+the rule is made.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from floatplan import _torch
+from floatplan.engine import cache
 from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.errors import RegionError
 from floatplan.policy import OPERATORS, Kind, OpClass, Policy
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the dispatch keys, the positional and the keyword arguments of a call."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Cast = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 # Device types on which a norm's kernel takes 16-bit input beside float32 weights and statistics.
 MIXED_PARAMETERS: dict[str, frozenset[str]] = {
@@ -29,9 +38,14 @@ MIXED_PARAMETERS: dict[str, frozenset[str]] = {
     "cuda": frozenset({"aten::batch_norm"}),
 }
 
-
-# Arguments that a kernel writes to though its schema does not say so: never cast, but written back.
+# Arguments that a kernel writes to though its schema does not say so: written back if they were cast.
 STATISTICS = {"aten::batch_norm": slice(3, 5)}
+
+CASTABLE = frozenset(
+    value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and value.is_floating_point and value is not torch.float64
+)
 
 
 def make_rule(
@@ -43,140 +57,155 @@ def make_rule(
         return None
     if op_class is OpClass.BANNED:
         return _banned(overload)
-    casts = {
-        OpClass.LOWER: _lower,
-        OpClass.FP32: _fp32,
-        OpClass.INNER: _inner,
-        OpClass.WIDEST: _widest,
-        OpClass.DESTINATION: _destination,
-    }
-    cast = casts[op_class](overload, policy, device_type)
+    caster = Caster(op, device_type)
+    if op_class is OpClass.LOWER:
+        cast = _lower(caster, overload, policy)
+    elif op_class is OpClass.INNER:
+        cast = _inner(caster, overload)
+    else:
+        makers = {OpClass.FP32: _fp32, OpClass.WIDEST: _widest, OpClass.DESTINATION: _destination}
+        cast = makers[op_class](caster)
+    call, exclude = _torch.direct_call(op), _torch.exclude
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = cast(args, kwargs)
-        with _torch.exclude(own_key):
-            return op(*args, **kwargs)
+        with exclude(own_key):
+            return call(*args, **kwargs)
 
-    if overload not in STATISTICS:
-        return rule
+    return rule if overload not in STATISTICS else _writing_back(rule, cast, STATISTICS[overload])
 
-    def rule_with_statistics(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = args[STATISTICS[overload]]
+
+def _writing_back(rule: Rule, cast: Cast, written: slice) -> Rule:
+    """``rule``, after which what the kernel wrote into cast copies is written into the originals."""
+
+    def rule_writing_back(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[written]
         args, kwargs = cast(args, kwargs)
-        with _torch.exclude(own_key):
-            result = op(*args, **kwargs)
-            for mine, used in zip(given, args[STATISTICS[overload]], strict=True):
-                if used is not mine:
-                    mine.copy_(used)
+        result = rule(keys, args, kwargs)
+        for mine, used in zip(given, args[written], strict=True):
+            if used is not mine:
+                mine.copy_(used)
         return result
 
-    return rule_with_statistics
+    return rule_writing_back
 
 
-Cast = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+class Caster:
+    """Casts of the tensors among the arguments of one operator.
+
+    Attributes:
+        device_type: whose tensors are cast.
+        places: positions at which the schema has a tensor or a list of tensors.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, device_type: str) -> None:
+        self.device_type = device_type
+        self.places = _torch.tensor_places(op)
+        self._is_here = operator.attrgetter(f"is_{device_type}")
+
+    def one(self, value: Any, dtype: torch.dtype) -> Any:
+        """``value`` (a tensor, a list of them, or anything else) with its eligible tensors in ``dtype``."""
+        if isinstance(value, Tensor):
+            found = value.dtype
+            if found is dtype or found not in CASTABLE or not self._is_here(value):
+                return value
+            return cache.cast(value, dtype) if found is torch.float32 else value.to(dtype)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.one(item, dtype) for item in value])
+        return value
+
+    def all(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, start: int = 0
+    ) -> Arguments:
+        """The arguments with every eligible tensor from position ``start`` on in ``dtype``."""
+        changed: list[Any] | None = None
+        count = len(args)
+        for place in self.places:
+            if place >= count:
+                break
+            value = args[place]
+            if value is None or place < start or (cast := self.one(value, dtype)) is value:
+                continue
+            if changed is None:
+                changed = list(args)
+            changed[place] = cast
+        if kwargs:
+            kwargs = {name: self.one(value, dtype) for name, value in kwargs.items()}
+        return (args if changed is None else tuple(changed)), kwargs
+
+    def eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that casts touch, in the order of the schema."""
+        found: list[Tensor] = []
+        for value in [*(args[place] for place in self.places if place < len(args)), *kwargs.values()]:
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor) and item.dtype in CASTABLE and self._is_here(item):
+                    found.append(item)
+        return found
 
 
-def _eligible(value: torch.Tensor, device_type: str) -> bool:
-    return (
-        value.is_floating_point()
-        and value.dtype is not torch.float64
-        and (value.is_cpu if device_type == "cpu" else value.device.type == device_type)
-    )
-
-
-def _to(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """``value`` with every eligible tensor in it (a tensor, or a list of tensors) in ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        if value.dtype is dtype or not _eligible(value, device_type):
-            return value
-        return value.to(dtype)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(item, dtype, device_type) for item in value)
-    return value
-
-
-def _cast_all(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device_type: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args = tuple([_to(value, dtype, device_type) for value in args])
-    if kwargs:
-        kwargs = {name: _to(value, dtype, device_type) for name, value in kwargs.items()}
-    return args, kwargs
-
-
-def _lower(overload: str, policy: Policy, device_type: str) -> Cast:
+def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
     row = OPERATORS.get(overload)
     kind = row.kind if row is not None else Kind.OTHER
+    device_type = caster.device_type
+    asked_dtype, cast_all = torch.get_autocast_dtype, caster.all
     targets: dict[torch.dtype, torch.dtype] = {}
 
-    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        asked = torch.get_autocast_dtype(device_type)
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        asked = asked_dtype(device_type)
         target = targets.get(asked)
         if target is None:
             slow = not policy.slow_kernels and slow_kernel(kind, asked, capability_of(device_type))
             target = targets[asked] = torch.float32 if slow else asked
-        return _cast_all(args, kwargs, target, device_type)
+        return cast_all(args, kwargs, target)
 
     return cast
 
 
-def _fp32(overload: str, policy: Policy, device_type: str) -> Cast:
-    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if kwargs.get("dtype") is not None:
+def _fp32(caster: Caster) -> Cast:
+    cast_all = caster.all
+
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if kwargs and kwargs.get("dtype") is not None:
             return args, kwargs  # The caller named the precision of the result; that word stands.
-        return _cast_all(args, kwargs, torch.float32, device_type)
+        return cast_all(args, kwargs, torch.float32)
 
     return cast
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
-    return found
+def _inner(caster: Caster, overload: str) -> Cast:
+    takes_mixed = overload in MIXED_PARAMETERS.get(caster.device_type, ())
+    float32 = torch.float32
 
-
-def _inner(overload: str, policy: Policy, device_type: str) -> Cast:
-    takes_mixed = overload in MIXED_PARAMETERS.get(device_type, ())
-
-    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tensors = [value for value in _tensors((*args, *kwargs.values())) if _eligible(value, device_type)]
-        if len(tensors) < 2 or all(value.dtype is tensors[0].dtype for value in tensors):
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        data, *parameters = caster.eligible(args, kwargs) or (None,)
+        if data is None:
             return args, kwargs
-        data, *parameters = tensors
-        if takes_mixed and data.dtype is not torch.float32:
-            if all(value.dtype is torch.float32 for value in parameters):
-                return args, kwargs
-            first, *rest = args
-            rest_cast, kwargs = _cast_all(tuple(rest), kwargs, torch.float32, device_type)
-            return (first, *rest_cast), kwargs
-        return _cast_all(args, kwargs, data.dtype, device_type)
+        dtype = data.dtype
+        wanted = float32 if takes_mixed else dtype
+        fits = all(value.dtype is dtype or value.dtype is wanted for value in parameters)
+        mixed = any(value.dtype is not parameters[0].dtype for value in parameters)
+        if fits and not mixed:
+            return args, kwargs
+        return caster.all(args, kwargs, wanted, start=1)
 
     return cast
 
 
-def _widest(overload: str, policy: Policy, device_type: str) -> Cast:
-    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tensors = _tensors((*args, *kwargs.values()))
-        dtypes = {value.dtype for value in tensors if _eligible(value, device_type)}
-        if len(dtypes) < 2:
+def _widest(caster: Caster) -> Cast:
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if len({value.dtype for value in caster.eligible(args, kwargs)}) < 2:
             return args, kwargs
         # Two different formats of at most 32 bits: float32 holds every value of both.
-        return _cast_all(args, kwargs, torch.float32, device_type)
+        return caster.all(args, kwargs, torch.float32)
 
     return cast
 
 
-def _destination(overload: str, policy: Policy, device_type: str) -> Cast:
-    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        target, *rest = args
-        if not target.is_floating_point():
+def _destination(caster: Caster) -> Cast:
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if not args[0].is_floating_point():
             return args, kwargs
-        rest_cast, kwargs = _cast_all(tuple(rest), kwargs, target.dtype, device_type)
-        return (target, *rest_cast), kwargs
+        return caster.all(args, kwargs, args[0].dtype, start=1)
 
     return cast
 

@@ -16,19 +16,15 @@ from floatplan import _torch
 from floatplan.errors import RegionError
 from floatplan.policy import Policy
 
-Carrier = tuple[bool, torch.dtype]
-
 _CARRIER = _torch.CARRIER
 _lock = threading.Lock()
-_mappings: dict[torch.dtype, dict[str, Policy]] = {}
-_numbers: dict[frozenset[tuple[str, Policy]], torch.dtype] = {}
+_mappings: dict[torch.dtype, dict[str, Policy]] = {_torch.NO_POLICY: {}}
+_numbers: dict[frozenset[tuple[str, Policy]], torch.dtype] = {frozenset(): _torch.NO_POLICY}
 _used: dict[str, list[Policy]] = {}
 
 
 def policies_in_force() -> dict[str, Policy]:
     """Device type to policy, in the calling thread. Do not change the mapping."""
-    if not torch.is_autocast_enabled(_CARRIER):
-        return {}
     return _mappings[torch.get_autocast_dtype(_CARRIER)]
 
 
@@ -36,20 +32,20 @@ class _Thread(threading.local):
     """How many regions the thread is in, and its state before the first of them."""
 
     depth = 0
-    before_all: tuple[Carrier, bool] | None = None
+    before_all: tuple[torch.dtype, bool] | None = None
 
 
 _thread = _Thread()
 
 
-def region_entered(carrier: Carrier, cache_enabled: bool) -> None:
+def region_entered(number: torch.dtype, cache_enabled: bool) -> None:
     """Note the thread's state before a region."""
     if _thread.depth == 0:
-        _thread.before_all = carrier, cache_enabled
+        _thread.before_all = number, cache_enabled
     _thread.depth += 1
 
 
-def region_left(carrier: Carrier, cache_enabled: bool) -> tuple[Carrier, bool]:
+def region_left(number: torch.dtype, cache_enabled: bool) -> tuple[torch.dtype, bool]:
     """The state to restore: the region's own, or that before all regions when this was the last.
 
     Regions need not be left in the order of entering (generators, tasks). What the last one to be left saw
@@ -58,7 +54,7 @@ def region_left(carrier: Carrier, cache_enabled: bool) -> tuple[Carrier, bool]:
     """
     _thread.depth -= 1
     if _thread.depth > 0 or _thread.before_all is None:
-        return carrier, cache_enabled
+        return number, cache_enabled
     return _thread.before_all
 
 
@@ -77,12 +73,13 @@ def number_of(mapping: dict[str, Policy]) -> torch.dtype:
     number = _numbers.get(key)
     if number is None:
         with _lock:
-            if len(_numbers) == len(_torch.CARRIER_VALUES):
+            used = len(_numbers) - 1
+            if used == len(_torch.CARRIER_VALUES):
                 raise RegionError(
-                    f"this process has used {len(_numbers)} different policies, and torch's state holds no "
+                    f"this process has used {used} different policies, and torch's state holds no "
                     "more; make policies once and use the same ones again"
                 )
-            number = _numbers.setdefault(key, _torch.CARRIER_VALUES[len(_numbers)])
+            number = _numbers.setdefault(key, _torch.CARRIER_VALUES[used])
             _mappings[number] = dict(mapping)
     return number
 
@@ -130,12 +127,11 @@ def policy_here(device_type: str) -> Policy | None:
     return policies_in_force().get(device_type) or recomputed_policy(device_type)
 
 
-def set_in_force(enabled: bool, number: torch.dtype) -> None:
+def set_in_force(number: torch.dtype) -> None:
     """Put a number into the calling thread's state."""
-    torch.set_autocast_enabled(_CARRIER, enabled)
     torch.set_autocast_dtype(_CARRIER, number)
 
 
-def raw_state() -> Carrier:
-    """The calling thread's state as it stands, for `set_in_force` to restore."""
-    return torch.is_autocast_enabled(_CARRIER), torch.get_autocast_dtype(_CARRIER)
+def number_in_force() -> torch.dtype:
+    """The number in the calling thread's state, for `set_in_force` to restore."""
+    return torch.get_autocast_dtype(_CARRIER)

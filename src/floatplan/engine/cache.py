@@ -1,0 +1,252 @@
+"""The cast cache of a region: a tensor that several operators take is cast once.
+
+The first use casts as autograd does. Each further use in the region shares the low-precision values of the
+first and gets an edge of its own between source and values, whose backward returns the gradient in the
+source's dtype, so that the gradients of several uses add up in float32. The copy of a large weight is kept
+past the region: its memory is used again in the next, if nobody else still holds it. (Fresh
+memory of several megabytes costs page faults, as much again as the cast; less comes back from the allocator
+still warm, and casting into memory of our own was measured slower.)
+
+A copy is fresh when it was made after the innermost region was entered and after the last step of any torch
+optimizer, and neither the source's version nor its memory has moved since. It must not live longer:
+``_version`` does not move when a fused optimizer steps or somebody writes through ``.data`` or NumPy.
+
+Each thread has copies of its own. Sources are held by weak references only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from floatplan import _torch
+
+Key = tuple[int, torch.dtype, Any]
+
+KEEP_FROM = 2**21
+"""Elements (4 MiB of copy) from which on the memory of a weight's copy is kept for the next region."""
+
+_EXACT_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_tick = itertools.count(1).__next__
+
+
+class _Edge(torch.autograd.Function):
+    """From a source to its copy. Autograd returns the gradient in the source's dtype by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, copy: Tensor) -> Tensor:
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Owner(weakref.ref[Tensor]):
+    """A reference to a source (or the weight that it is a part of); when that dies, its copy goes, too."""
+
+    __slots__ = ("copies", "key")
+    copies: _Copies
+    key: Key
+
+
+def _drop(owner: Any) -> None:
+    entries = owner.copies.entries
+    entry = entries.get(owner.key)
+    if entry is not None and entry.owner is owner:  # the key may belong to another source by now
+        del entries[owner.key]
+
+
+class _Entry:
+    """One copy, and what its source was when the copy was made.
+
+    Attributes:
+        copy: the low-precision values. Of a large weight without a graph, in memory of its own; otherwise
+            what the first use got.
+        kept: the memory is kept past the region.
+        layout: shape, strides and device of the source of a kept copy.
+    """
+
+    __slots__ = ("copy", "kept", "layout", "owner", "pointer", "stamp", "version")
+
+    def __init__(self, owner: _Owner, source: Tensor, copy: Tensor, kept: bool) -> None:
+        self.owner = owner
+        self.copy = copy
+        self.kept = kept
+        self.layout = _layout(source) if kept else None
+        self.version = source._version
+        self.pointer = source.data_ptr()
+        self.stamp = _tick()
+
+
+def _layout(source: Tensor) -> tuple[Any, ...]:
+    return source.shape, source.stride(), source.device
+
+
+class _Copies:
+    """The copies of one thread.
+
+    Attributes:
+        since: when the innermost region was entered; ``None`` where nothing is to be cached.
+        depth: how many regions the thread is in.
+    """
+
+    __slots__ = ("__weakref__", "depth", "entries", "since")
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, _Entry] = {}
+        self.since: int | None = None
+        self.depth = 0
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.copies = _Copies()
+        with _lock:
+            _all_copies.add(self.copies)
+
+
+_lock = threading.Lock()
+_all_copies: weakref.WeakSet[_Copies] = weakref.WeakSet()
+_local = _Local()
+_last_step = 0
+_watching_steps = False
+
+
+def watch_optimizers() -> None:
+    """From now on no copy outlives the step of a torch optimizer. Once in a process."""
+    global _watching_steps
+    with _lock:
+        if not _watching_steps:
+            register_optimizer_step_post_hook(_after_step)
+            _watching_steps = True
+
+
+def _after_step(*_: Any) -> None:
+    global _last_step
+    _last_step = _tick()
+
+
+def enter(caching: bool) -> int | None:
+    """A region begins in this thread; what it returns goes to `leave`."""
+    copies = _local.copies
+    before = copies.since
+    copies.depth += 1
+    copies.since = _tick() if caching else None
+    return before
+
+
+def leave(before: int | None) -> None:
+    """The region ends. At the end of the outermost one only the copies of large weights stay."""
+    copies = _local.copies
+    copies.depth -= 1
+    copies.since = before
+    if copies.depth == 0 and copies.entries:
+        copies.entries = {key: entry for key, entry in copies.entries.items() if entry.kept}
+
+
+def cast(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """``source`` (float32) in ``dtype``, cast at most once per region."""
+    copies = _local.copies
+    since = copies.since
+    if since is None or type(source) not in _EXACT_TYPES or _torch.must_not_cache(source):
+        return source.to(dtype)
+    owner, part = source, None
+    if not source.is_leaf and source._is_view() and (base := source._base) is not None and _is_weight(base):
+        owner, part = base, (source.storage_offset(), source.shape, source.stride())
+    key = (id(owner), dtype, part)
+    entry = copies.entries.get(key)
+    if entry is not None and entry.owner() is owner:
+        if (
+            entry.stamp > since
+            and entry.stamp > _last_step
+            and entry.version == source._version
+            and entry.pointer == source.data_ptr()
+        ):
+            return _share(source, entry.copy)
+        if entry.kept and entry.layout == _layout(source) and _torch.storage_is_ours(entry.copy):
+            entry.copy.copy_(source.detach())
+            entry.version, entry.pointer, entry.stamp = source._version, source.data_ptr(), _tick()
+            return _share(source, entry.copy)
+    reference = _Owner(owner, _drop)
+    reference.copies, reference.key = copies, key
+    if source.numel() >= KEEP_FROM and _is_weight(owner):
+        copy = source.detach().to(dtype)
+        copies.entries[key] = _Entry(reference, source, copy, kept=True)
+        return _share(source, copy)
+    copy = source.to(dtype)
+    copies.entries[key] = _Entry(reference, source, copy, kept=False)
+    return copy
+
+
+def _share(source: Tensor, copy: Tensor) -> Tensor:
+    """The values of ``copy`` as a tensor of its own, with an edge to ``source`` where autograd records."""
+    if source.requires_grad and torch.is_grad_enabled():
+        return _Edge.apply(source, copy)  # type: ignore[no-any-return, no-untyped-call]
+    return copy.detach()
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.is_leaf and (tensor.requires_grad or type(tensor) is torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class CastCopy:
+    """One copy that is held.
+
+    Attributes:
+        shape: of the copy.
+        dtype: of the copy.
+        device: of the copy.
+        nbytes: its size in bytes.
+        pointer: where its memory begins.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    pointer: int
+
+
+@dataclass(frozen=True)
+class CastCache:
+    """What the cast caches of all threads held when `cast_cache` was called.
+
+    Attributes:
+        copies: one record per copy.
+    """
+
+    copies: tuple[CastCopy, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    def clear(self) -> None:
+        """Drop every copy, in all threads. Safe at any time: a copy in use lives until its use is over."""
+        for copies in _every_thread():
+            copies.entries.clear()
+
+
+def _every_thread() -> list[_Copies]:
+    with _lock:
+        return list(_all_copies)
+
+
+def cast_cache() -> CastCache:
+    """What is held now, in all threads; its ``clear`` drops it."""
+    found = []
+    for copies in _every_thread():
+        for entry in list(copies.entries.values()):
+            copy = entry.copy
+            found.append(CastCopy(tuple(copy.shape), copy.dtype, copy.device, copy.nbytes, copy.data_ptr()))
+    return CastCache(tuple(found))

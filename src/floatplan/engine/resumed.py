@@ -1,0 +1,110 @@
+"""Generators and coroutines in a region: it is entered for each stretch that they run, and left in between.
+
+A generator that kept its region over a ``yield`` would leave it in force in its caller, and two that
+interleave would leave each other's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from typing import Any, Protocol
+
+
+class Entered(Protocol):
+    """What begins and ends a region around one stretch."""
+
+    def _begin(self) -> Any: ...
+
+    def _end(self, outside: Any) -> None: ...
+
+
+def in_stretches(region: Entered, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``function`` with ``region`` around each stretch, if it is a generator or coroutine function."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await _Stretches(region, function(*args, **kwargs))
+
+        return coroutine
+    if inspect.isasyncgenfunction(function):
+
+        @functools.wraps(function)
+        async def async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            inner = function(*args, **kwargs)
+            step: Awaitable[Any] = inner.__anext__()
+            try:
+                while True:
+                    try:
+                        item = await _Stretches(region, step)
+                    except StopAsyncIteration:
+                        return
+                    try:
+                        sent = yield item
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:
+                        step = inner.athrow(error)
+                    else:
+                        step = inner.asend(sent)
+            finally:
+                await _Stretches(region, inner.aclose())
+
+        return async_generator
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            return (yield from _stretches(region, function(*args, **kwargs)))
+
+        return generator
+    return None
+
+
+class _Stretches:
+    """An awaitable in stretches."""
+
+    def __init__(self, region: Entered, inner: Awaitable[Any]) -> None:
+        self._region = region
+        self._inner = inner
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _stretches(self._region, self._inner.__await__())
+
+
+def _stretches(region: Entered, inner: Any) -> Generator[Any, Any, Any]:
+    """Drive ``inner`` (a generator, or the iterator of an awaitable) with the region around each stretch."""
+
+    def run(call: Callable[..., Any], *args: Any) -> Any:
+        outside = region._begin()
+        try:
+            return call(*args)
+        finally:
+            region._end(outside)
+
+    def proceed(value: Any) -> Any:
+        # The iterator of an awaitable need not be a generator.
+        return inner.send(value) if hasattr(inner, "send") else next(inner)
+
+    call: Callable[..., Any] = proceed
+    argument: Any = None
+    try:
+        while True:
+            try:
+                item = run(call, argument)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                argument = yield item
+                call = proceed
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                if not hasattr(inner, "throw"):
+                    raise
+                call, argument = inner.throw, error
+    finally:
+        if hasattr(inner, "close"):
+            run(inner.close)
