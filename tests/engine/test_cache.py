@@ -79,25 +79,25 @@ def test_slices_and_shared_activations_are_cast_once() -> None:
 @pytest.mark.usefixtures("keep_all")
 def test_the_memory_of_a_copy_is_used_again_unless_somebody_holds_it() -> None:
     layer = nn.Linear(8, 8, bias=False)
-    x = torch.randn(4, 8, requires_grad=True) * 1  # so that graphs hold the weight's copy
+
+    def forward() -> torch.Tensor:
+        x = torch.randn(4, 8, requires_grad=True) * 1  # whose gradient needs the copy of the weight
+        with region():
+            return layer(x)
 
     def pointer() -> int:
         (held,) = fp.cast_cache().copies
         return held.pointer
 
-    with region():
-        layer(x).sum().backward()
+    forward().sum().backward()
     first = pointer()
-    with region():
-        pending = layer(x)  # its graph holds the copy
+    pending = forward()
     assert pointer() == first
-    with region():
-        other = layer(x)
+    other = forward()
     assert pointer() != first
     with torch.no_grad():
         layer.weight.mul_(2)
-    with region():
-        layer(x)
+    forward()
     pending.sum().backward()
     other.sum().backward()
     assert layer.weight.grad is not None
