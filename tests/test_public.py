@@ -29,6 +29,7 @@ def test_public_names() -> None:
         "cast_cache",
         "custom_bwd",
         "custom_fwd",
+        "full_precision",
     ]
     for name in fp.__all__:
         assert getattr(fp, name) is not None
@@ -71,9 +72,12 @@ def test_namespaces_need_no_import_of_their_own() -> None:
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
 
 
+OURS = ("policy", "strict", "respect_upcast")
+
+
 def parameters(function: object) -> list[tuple[str, object]]:
     signature = inspect.signature(function)  # type: ignore[arg-type]
-    return [(p.name, p.default) for p in signature.parameters.values() if p.name not in ("self", "policy")]
+    return [(p.name, p.default) for p in signature.parameters.values() if p.name not in ("self", *OURS)]
 
 
 @pytest.mark.parametrize(

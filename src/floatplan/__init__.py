@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from floatplan._version import __version__
 
 if TYPE_CHECKING:
-    from floatplan.engine import autocast, cast_cache, custom_bwd, custom_fwd
+    from floatplan.engine import autocast, cast_cache, custom_bwd, custom_fwd, full_precision
     from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
     from floatplan.records import StepResult
@@ -29,6 +29,7 @@ _HOMES = {
     "cast_cache": "floatplan.engine",
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
+    "full_precision": "floatplan.engine",
 }
 
 # As with torch, ``floatplan.amp.autocast`` needs no import of its own.
@@ -46,6 +47,7 @@ __all__ = [
     "cast_cache",
     "custom_bwd",
     "custom_fwd",
+    "full_precision",
 ]
 
 

@@ -261,7 +261,7 @@ def test_the_device_may_be_a_torch_device() -> None:
 def test_bad_arguments_name_what_is_right() -> None:
     with pytest.raises(RegionError, match=r"device type 'cuad'; there are kernels for: cpu, cuda"):
         fp.autocast("cuad")
-    with pytest.raises(RegionError, match=r"must be a string or a torch\.device, got int"):
+    with pytest.raises(RegionError, match=r"must be a string, a torch\.device or a tensor, got int"):
         fp.autocast(0)  # type: ignore[arg-type]
     with pytest.raises(RegionError, match=r"must be a torch.dtype such as torch.bfloat16, got 'bf16'"):
         fp.autocast("cpu", dtype="bf16")  # type: ignore[arg-type]

@@ -3,6 +3,16 @@
 from floatplan.engine.cache import CastCache, CastCopy, cast_cache
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.custom import custom_bwd, custom_fwd
+from floatplan.engine.full import full_precision
 from floatplan.engine.region import autocast
 
-__all__ = ["CastCache", "CastCopy", "autocast", "cast_cache", "custom_bwd", "custom_fwd", "precision_notes"]
+__all__ = [
+    "CastCache",
+    "CastCopy",
+    "autocast",
+    "cast_cache",
+    "custom_bwd",
+    "custom_fwd",
+    "full_precision",
+    "precision_notes",
+]

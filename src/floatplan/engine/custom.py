@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 
 from floatplan.engine import state
 from floatplan.engine.region import _device_type, autocast
+from floatplan.engine.trees import cast_tree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,8 +49,9 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         ctx._fwd_used_autocast = enabled and cast_inputs is None
         if not enabled or cast_inputs is None:
             return fwd(ctx, *args, **kwargs)
+        cast_args, cast_kwargs = cast_tree((args, kwargs), lambda t: _eligible(t, device), cast_inputs)
         with autocast(device, enabled=False):
-            return fwd(ctx, *_cast(args, device, cast_inputs), **_cast(kwargs, device, cast_inputs))
+            return fwd(ctx, *cast_args, **cast_kwargs)
 
     return forward
 
@@ -82,15 +84,6 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     return backward
 
 
-def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor of the device in it, at any depth, in ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        eligible = value.is_floating_point() and value.dtype is not torch.float64
-        return value.to(dtype) if eligible and value.device.type == device_type else value
-    if isinstance(value, Mapping):
-        return {key: _cast(item, device_type, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, device_type, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, device_type, dtype) for item in value)
-    return value
+def _eligible(tensor: torch.Tensor, device_type: str) -> bool:
+    floating = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return floating and tensor.device.type == device_type

@@ -20,7 +20,7 @@ import torch
 
 from floatplan import _torch
 from floatplan._version import __version__
-from floatplan.engine import cache, state
+from floatplan.engine import cache, state, upcast
 from floatplan.engine.rules import Rule, make_rule
 from floatplan.errors import PolicyError, nearest
 from floatplan.policy import OPERATORS, OpClass, Policy, packet
@@ -41,7 +41,7 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
     Raises:
         PolicyError: the policy names an operator that torch does not know; nothing is registered then.
     """
-    needed = ("the table", *policy.named_ops)
+    needed = ("the table", *policy.named_ops, *([upcast.OPERATOR] if policy.respect_upcast else []))
     if all((name, device_type) in _ready for name in needed):
         return
     cache.watch_optimizers()
@@ -49,7 +49,7 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
         known = set(_torch.all_operators())
         # A release of torch may lack some of the table's operators.
         wanted = [name for name in OPERATORS if name in known]
-        for name in policy.named_ops:
+        for name in needed[1:]:
             wanted += _overloads(name, known)
         for overload in wanted:
             if (overload, device_type) not in _placed:

@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -16,7 +17,7 @@ from floatplan.engine import cache, state
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.kernels import check_classes, ensure_registered
 from floatplan.engine.resumed import in_stretches
-from floatplan.errors import FloatplanWarning, PolicyError, PrecisionWarning, RegionError
+from floatplan.errors import DeviceError, FloatplanWarning, PolicyError, PrecisionWarning, RegionError
 from floatplan.policy import Policy
 
 P = ParamSpec("P")
@@ -45,16 +46,21 @@ class autocast:
     while it is active.
 
     Args:
-        device_type: "cpu" or "cuda" (a ``torch.device`` and "cuda:0" are taken too).
+        device_type: "cpu" or "cuda" ("cuda:0", a ``torch.device`` or a tensor that lies there will do).
         dtype: the low-precision format, ``torch.bfloat16`` or ``torch.float16``. By default torch's for that
-            device type: bfloat16 on the CPU, float16 on CUDA.
+            device type: bfloat16 on the CPU, float16 on CUDA. ``torch.float32`` makes a true float32 region,
+            whose operators take 16-bit tensors up.
         enabled: ``False`` makes a region in which operators run in the dtypes they are given.
         cache_enabled: as in torch, for regions that run torch's own kernels (``policy="torch"``).
         policy: "unified" (one table for all devices), "torch" (the device's own table in torch, computed
             by torch's own kernels), or a `Policy`.
+        strict: where the asked precision cannot be had, raise in place of warning.
+        respect_upcast: what the caller casts to float32 (``x.float()``) stays there: operators that take such
+            a tensor, or a view of one, run in float32.
 
     Raises:
         RegionError: a device type that floatplan has no kernels for.
+        DeviceError: with ``strict``, the asked precision cannot be had, or not for all operators.
         PolicyError: not a policy, or one that names an operator which torch does not know.
 
     Warns:
@@ -65,23 +71,30 @@ class autocast:
     @_torch.not_compiled
     def __init__(
         self,
-        device_type: str | torch.device,
+        device_type: str | torch.device | torch.Tensor,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
         policy: Policy | str = "unified",
+        strict: bool = False,
+        respect_upcast: bool = False,
     ) -> None:
         self.device = _device_type(device_type)
         self.fast_dtype = torch.get_autocast_dtype(self.device) if dtype is None else dtype
+        self._strict = strict
         self.policy = _policy(policy, self.device)
+        if respect_upcast:
+            self.policy = replace(self.policy, respect_upcast=True, native_device="")
+        if self.fast_dtype is torch.float32 and self.policy.native_device != self.device:
+            self.policy = self.policy.in_full_precision()
         self._native = self.policy.native_device == self.device
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
         self._cache_casts = cache_enabled is not False
         self._enabled = bool(enabled) and self._can_be_had()
         # A mistake in a policy shows wherever it is used, not only where the region can be had.
         check_classes(self.policy)
-        self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
+        self._arguments = (self.device, dtype, enabled, cache_enabled, policy, strict, respect_upcast)
         self._outside: dict[int, list[_Outside]] = {}
         if self._enabled and not self._native:
             ensure_registered(self.device, self.policy)
@@ -93,28 +106,31 @@ class autocast:
             raise RegionError(f"dtype must be a torch.dtype such as torch.bfloat16, got {self.fast_dtype!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
             problem = "CUDA is not available here"
-        elif self.fast_dtype not in LOW_DTYPES:
+        elif self.fast_dtype is torch.float32 and self._native:
+            problem = "torch's own table has no float32 regions (policy='unified' has)"
+        elif self.fast_dtype not in (*LOW_DTYPES, torch.float32):
             problem = f"{self.fast_dtype} is not a low-precision dtype (torch.bfloat16 or torch.float16)"
         else:
             return True
-        warnings.warn(
-            f"autocast({self.device!r}) is disabled: {problem}. Operators run in the dtypes they are given",
-            PrecisionWarning,
-            stacklevel=4,
+        self._say(
+            f"autocast({self.device!r}) is disabled: {problem}. Operators run in the dtypes they are given"
         )
         return False
 
+    def _say(self, message: str) -> None:
+        if self._strict:
+            raise DeviceError(message)
+        warnings.warn(message, PrecisionWarning, stacklevel=5)
+
     def _say_what_stays(self) -> None:
         """Precision is not changed in silence: name what stays in float32, once."""
-        if self.policy.slow_kernels or (self.device, self.fast_dtype) in _said:
+        if self.policy.slow_kernels or ((self.device, self.fast_dtype) in _said and not self._strict):
             return
         notes = precision_notes(self.device, self.fast_dtype, self.policy)
         if notes:
-            warnings.warn(
+            self._say(
                 f"in this autocast region on {self.device}: {'; '.join(notes)}. "
-                "Policy.unified(slow_kernels=True) runs them in the low format all the same",
-                PrecisionWarning,
-                stacklevel=4,
+                "Policy.unified(slow_kernels=True) runs them in the low format all the same"
             )
         _said.add((self.device, self.fast_dtype))
 
@@ -251,15 +267,29 @@ def _rebuild(
     enabled: bool,
     cache_enabled: bool | None,
     policy: Policy | str,
+    strict: bool,
+    respect_upcast: bool,
 ) -> autocast:
-    return autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
+    return autocast(
+        device_type,
+        dtype,
+        enabled,
+        cache_enabled,
+        policy=policy,
+        strict=strict,
+        respect_upcast=respect_upcast,
+    )
 
 
-def _device_type(device: str | torch.device) -> str:
+def _device_type(device: str | torch.device | torch.Tensor) -> str:
+    if isinstance(device, torch.Tensor):
+        device = device.device
     if isinstance(device, torch.device):
         device = device.type
     if not isinstance(device, str):
-        raise RegionError(f"device_type must be a string or a torch.device, got {type(device).__name__}")
+        raise RegionError(
+            f"device_type must be a string, a torch.device or a tensor, got {type(device).__name__}"
+        )
     device = device.partition(":")[0]
     known = _torch.AUTOCAST_KEYS
     if device not in known:

@@ -20,20 +20,39 @@ class Entered(Protocol):
     def _end(self, outside: Any) -> None: ...
 
 
-def in_stretches(region: Entered, function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """``function`` with ``region`` around each stretch, if it is a generator or coroutine function."""
+def _as_given(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def in_stretches(
+    region: Entered,
+    function: Callable[..., Any],
+    prepare: Callable[[Any, Any], tuple[Any, Any]] = _as_given,
+) -> Callable[..., Any] | None:
+    """``function`` with ``region`` around each stretch, if it is a generator or coroutine function.
+
+    Args:
+        region: entered for each stretch.
+        function: any function; for another kind of function the result is None.
+        prepare: makes the arguments that ``function`` gets from those of a call.
+    """
+
+    def start(args: Any, kwargs: Any) -> Any:
+        args, kwargs = prepare(args, kwargs)
+        return function(*args, **kwargs)
+
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _Stretches(region, function(*args, **kwargs))
+            return await _Stretches(region, start(args, kwargs))
 
         return coroutine
     if inspect.isasyncgenfunction(function):
 
         @functools.wraps(function)
         async def async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            inner = function(*args, **kwargs)
+            inner = start(args, kwargs)
             step: Awaitable[Any] = inner.__anext__()
             try:
                 while True:
@@ -57,7 +76,7 @@ def in_stretches(region: Entered, function: Callable[..., Any]) -> Callable[...,
 
         @functools.wraps(function)
         def generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            return (yield from _stretches(region, function(*args, **kwargs)))
+            return (yield from _stretches(region, start(args, kwargs)))
 
         return generator
     return None

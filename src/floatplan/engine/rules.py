@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from floatplan import _torch
-from floatplan.engine import cache
+from floatplan.engine import cache, upcast
 from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.errors import RegionError
 from floatplan.policy import OPERATORS, Kind, OpClass, Policy
@@ -52,6 +52,8 @@ def make_rule(
     op: torch._ops.OpOverload, overload: str, policy: Policy, device_type: str, own_key: Any
 ) -> Rule | None:
     """The rule of one operator under ``policy``, or ``None`` when the policy leaves it alone."""
+    if overload == upcast.OPERATOR and policy.respect_upcast:
+        return _marking(op, own_key)
     op_class = policy.class_of(overload)
     if op_class is None:
         return None
@@ -73,6 +75,20 @@ def make_rule(
             return call(*args, **kwargs)
 
     return rule if overload not in STATISTICS else _writing_back(rule, cast, STATISTICS[overload])
+
+
+def _marking(op: torch._ops.OpOverload, own_key: Any) -> Rule:
+    """The rule of casts, where a region respects those that the caller makes."""
+    call, exclude = _torch.direct_call(op), _torch.exclude
+
+    def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with exclude(own_key):
+            result = call(*args, **kwargs)
+        if result.dtype is torch.float32 and args[0].dtype is not torch.float32:
+            upcast.mark(result)
+        return result
+
+    return rule
 
 
 def _writing_back(rule: Rule, cast: Cast, written: slice) -> Rule:
@@ -158,7 +174,12 @@ def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
             target = targets[asked] = torch.float32 if slow else asked
         return cast_all(args, kwargs, target)
 
-    return cast
+    def cast_unless_marked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if any(upcast.is_marked(value) for value in caster.eligible(args, kwargs)):
+            return cast_all(args, kwargs, torch.float32)
+        return cast(args, kwargs)
+
+    return cast_unless_marked if policy.respect_upcast else cast
 
 
 def _fp32(caster: Caster) -> Cast:

@@ -27,6 +27,8 @@ class Policy:
         overrides: (operator or overload, class) pairs set by `with_ops`; ``None`` leaves one alone.
         slow_kernels: run an operator in the low format even where this device has no fast kernel for it.
             ``False`` keeps such an operator in float32 (fp16 convolutions on a CPU are tens of times slower).
+        respect_upcast: an operator of the class LOWER runs in float32 when one of its inputs was cast to
+            float32 by the caller's own word (``x.float()``), or is a view of such a tensor.
         native_device: device type whose own torch kernels do what this policy says, or ``""``.
     """
 
@@ -34,6 +36,7 @@ class Policy:
     rows: tuple[tuple[str, OpClass], ...]
     overrides: tuple[tuple[str, OpClass | None], ...] = ()
     slow_kernels: bool = False
+    respect_upcast: bool = False
     native_device: str = field(default="")
 
     @staticmethod
@@ -108,6 +111,13 @@ class Policy:
             self, name=f"{self.name.split(' with ')[0]} with changes", overrides=merged, native_device=""
         )
 
+    def in_full_precision(self) -> Policy:
+        """A copy in which whatever this policy casts, joins or leaves in 16 bits runs in float32.
+
+        What is written takes the dtype of its destination all the same.
+        """
+        return _in_full_precision(self)
+
     def class_of(self, overload: str) -> OpClass | None:
         """The class of ``overload`` ("aten::pow.Scalar"; no suffix for a default overload), if it has one."""
         overrides = self._overrides
@@ -125,7 +135,7 @@ class Policy:
     @cached_property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that change when anything the policy says changes."""
-        said = repr((self.rows, self.overrides, self.slow_kernels))
+        said = repr((self.rows, self.overrides, self.slow_kernels, self.respect_upcast))
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
     @cached_property
@@ -174,3 +184,15 @@ def _torch(device_type: str) -> Policy:
         sorted((op.name, cls) for op in OPERATORS.values() if (cls := getattr(op, attribute)) is not None)
     )
     return Policy(f"torch {device_type}", rows, slow_kernels=True, native_device=device_type)
+
+
+@cache
+def _in_full_precision(policy: Policy) -> Policy:
+    def full(op_class: OpClass) -> OpClass:
+        return op_class if op_class in (OpClass.DESTINATION, OpClass.BANNED) else OpClass.FP32
+
+    rows = tuple((name, full(op_class)) for name, op_class in policy.rows)
+    overrides = tuple(
+        (name, None if op_class is None else full(op_class)) for name, op_class in policy.overrides
+    )
+    return replace(policy, name="full precision", rows=rows, overrides=overrides, native_device="")

@@ -20,5 +20,9 @@ class autocast(engine.autocast):
         cache_enabled: bool = True,
         *,
         policy: Policy | str = "unified",
+        strict: bool = False,
+        respect_upcast: bool = False,
     ) -> None:
-        super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
+        super().__init__(
+            "cpu", dtype, enabled, cache_enabled, policy=policy, strict=strict, respect_upcast=respect_upcast
+        )

@@ -23,8 +23,12 @@ class autocast(engine.autocast):
         cache_enabled: bool = True,
         *,
         policy: Policy | str = "unified",
+        strict: bool = False,
+        respect_upcast: bool = False,
     ) -> None:
-        super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
+        super().__init__(
+            "cuda", dtype, enabled, cache_enabled, policy=policy, strict=strict, respect_upcast=respect_upcast
+        )
 
 
 def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
