@@ -18,9 +18,11 @@ import floatplan.cuda.amp
 
 def test_public_names() -> None:
     assert fp.__all__ == [
+        "Explanation",
         "FloatplanError",
         "FloatplanWarning",
         "GradScaler",
+        "Plan",
         "Policy",
         "PrecisionWarning",
         "StepResult",
@@ -29,6 +31,7 @@ def test_public_names() -> None:
         "cast_cache",
         "custom_bwd",
         "custom_fwd",
+        "explain",
         "full_precision",
     ]
     for name in fp.__all__:

@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING
 from floatplan._version import __version__
 
 if TYPE_CHECKING:
-    from floatplan.engine import autocast, cast_cache, custom_bwd, custom_fwd, full_precision
+    from floatplan.engine import Plan, autocast, cast_cache, custom_bwd, custom_fwd, full_precision
     from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
-    from floatplan.records import StepResult
+    from floatplan.records import Explanation, StepResult
     from floatplan.scaling import GradScaler
+    from floatplan.watch import explain
 
 _HOMES = {
+    "Explanation": "floatplan.records",
     "FloatplanError": "floatplan.errors",
     "FloatplanWarning": "floatplan.errors",
     "GradScaler": "floatplan.scaling",
+    "Plan": "floatplan.engine",
     "Policy": "floatplan.policy",
     "PrecisionWarning": "floatplan.errors",
     "StepResult": "floatplan.records",
@@ -29,6 +32,7 @@ _HOMES = {
     "cast_cache": "floatplan.engine",
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
+    "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
 }
 
@@ -36,9 +40,11 @@ _HOMES = {
 _NAMESPACES = ("amp", "cpu", "cuda")
 
 __all__ = [
+    "Explanation",
     "FloatplanError",
     "FloatplanWarning",
     "GradScaler",
+    "Plan",
     "Policy",
     "PrecisionWarning",
     "StepResult",
@@ -47,6 +53,7 @@ __all__ = [
     "cast_cache",
     "custom_bwd",
     "custom_fwd",
+    "explain",
     "full_precision",
 ]
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.compiler.config
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
@@ -138,12 +139,53 @@ def must_not_cache(tensor: torch.Tensor) -> bool:
     return bool(
         torch.is_inference_mode_enabled()
         or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch._C._len_torch_dispatch_stack() > 0 and not only_watched())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or tensor.is_inference()
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+# --- Watching -----------------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Tells of every operator that this thread calls, below autocast and autograd, and changes nothing.
+
+    Args:
+        tell: called with the overload, its arguments and what it returned, after each call.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the compiler, seconds long, at the first operator.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._tell(func, args, kwargs or {}, result)
+        return result
+
+
+def only_watched() -> bool:
+    """Whether every dispatch mode that is on is a `Watch`."""
+    return all(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
+
+
+def autocast_was_on(device_type: str) -> bool:
+    """For `Watch`: whether autocast was on where the operator was called that led to this one.
+
+    Below autocast's key its state reads as off; torch keeps the state of the entry for those who ask.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return torch.is_autocast_enabled(device_type)
 
 
 # --- Machine ------------------------------------------------------------------------------------------

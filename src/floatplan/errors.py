@@ -2,6 +2,7 @@
 
 FloatplanError
 ├── PolicyError (also ValueError)        a policy or an operator name that does not fit
+├── PlanError (also ValueError)          a plan that cannot be read or does not fit the model
 ├── RegionError (also RuntimeError)      a region that cannot be entered, or cannot tell its policy
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
 ├── TaskError (also ValueError)          a task, row or option of a command that does not exist
@@ -27,6 +28,10 @@ class FloatplanError(Exception):
 
 class PolicyError(FloatplanError, ValueError):
     """A policy, operator class or operator name that does not fit."""
+
+
+class PlanError(FloatplanError, ValueError):
+    """A plan that cannot be read, or that does not fit the model it is put on."""
 
 
 class RegionError(FloatplanError, RuntimeError):

@@ -46,6 +46,20 @@ def test_the_public_surface_is_pinned() -> None:
             ]
         ),
         "doctor": ["--json"],
+        "explain": sorted(
+            [
+                "--by",
+                "--data",
+                "--device",
+                "--download",
+                "--dtype",
+                "--html",
+                "--json",
+                "--plan",
+                "--policy",
+                "--task",
+            ]
+        ),
         "report": ["run"],
     }
 

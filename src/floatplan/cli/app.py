@@ -9,6 +9,7 @@ import typer
 from floatplan._version import __version__
 from floatplan.cli.compare import compare
 from floatplan.cli.doctor import doctor
+from floatplan.cli.explain import explain
 from floatplan.cli.report import report
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(compare)
 app.command()(doctor)
+app.command()(explain)
 app.command()(report)
 
 

@@ -1,5 +1,6 @@
 """HOW tensors get to their precision: dispatcher kernels, regions, what a device runs fast."""
 
+from floatplan.engine.attach import Plan
 from floatplan.engine.cache import CastCache, CastCopy, cast_cache
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.custom import custom_bwd, custom_fwd
@@ -9,6 +10,7 @@ from floatplan.engine.region import autocast
 __all__ = [
     "CastCache",
     "CastCopy",
+    "Plan",
     "autocast",
     "cast_cache",
     "custom_bwd",

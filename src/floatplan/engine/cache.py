@@ -19,6 +19,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +152,18 @@ def leave(before: int | None) -> None:
     copies.since = before
     if copies.depth == 0 and copies.entries:
         copies.entries = {key: entry for key, entry in copies.entries.items() if entry.kept}
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """In this context the thread has no copies but those that it makes there, which go at its end."""
+    mine = _local.copies
+    _local.copies = _Copies()
+    _local.copies.since, _local.copies.depth = mine.since, mine.depth
+    try:
+        yield
+    finally:
+        _local.copies = mine
 
 
 def cast(source: Tensor, dtype: torch.dtype) -> Tensor:

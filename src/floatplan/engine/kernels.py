@@ -20,7 +20,7 @@ import torch
 
 from floatplan import _torch
 from floatplan._version import __version__
-from floatplan.engine import cache, state, upcast
+from floatplan.engine import cache, state, upcast, watched
 from floatplan.engine.rules import Rule, make_rule
 from floatplan.errors import PolicyError, nearest
 from floatplan.policy import OPERATORS, OpClass, Policy, packet
@@ -127,7 +127,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     has_numbers = _number_finder(op)
     rules: dict[torch.dtype, Rule] = {}
     number_in_force = torch.get_autocast_dtype
-    keeps_casts = torch.is_autocast_cache_enabled
+    keeps_casts, watchers = torch.is_autocast_cache_enabled, watched.watchers
 
     def left_alone(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if has_numbers(args):
@@ -140,6 +140,9 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     def as_before(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if native is None:
             return left_alone(keys, args, kwargs)
+        if watchers:
+            met = watched.Met(overload, device_type, None)
+            return watched.call_watched(met, args, kwargs, lambda: native(keys, *args, **kwargs))
         return native(keys, *args, **kwargs)
 
     def rule_of(number: torch.dtype, policy: Policy) -> Rule:
@@ -149,8 +152,15 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
                 rule = without_policy
             else:
                 rule = make_rule(op, overload, policy, device_type, own_key) or left_alone
+                if isinstance(policy, watched.WatchedPolicy):
+                    rule = telling(rule, watched.Met(overload, device_type, policy))
             rules[number] = rule
         return rule
+
+    def telling(rule: Rule, met: watched.Met) -> Rule:
+        return lambda keys, args, kwargs: watched.call_watched(
+            met, args, kwargs, lambda: rule(keys, args, kwargs)
+        )
 
     def without_policy(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = state.recomputed_policy(device_type)

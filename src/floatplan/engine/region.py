@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from floatplan import _torch
-from floatplan.engine import cache, state
+from floatplan.engine import cache, state, watched
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.kernels import check_classes, ensure_registered
 from floatplan.engine.resumed import in_stretches
@@ -216,8 +216,8 @@ class autocast:
         if self._enabled:
             after[device] = self.policy
         keeps_casts = self._keeps_casts(before, after, outside.cache_enabled)
-        state.set_in_force(state.number_of(after))
-        if self._enabled and not keeps_casts:
+        state.set_in_force(state.number_of(watched.policies_to_enter(after)))
+        if self._enabled and not keeps_casts and not watched.is_watched():
             state.remember_use(device, self.policy)
         if self._enabled and not self._native:
             _torch.set_compile_cache_tag(f"{tag}|{self.policy.fingerprint}")

@@ -111,7 +111,7 @@ def recomputed_policy(device_type: str) -> Policy | None:
         raise RegionError(
             f"a checkpointed region on {device_type} is recomputed, and this process used several policies "
             f"there, so its policy cannot be told: {names}. Enter the region inside the checkpointed "
-            "function, or use one policy in this process"
+            "function, give the checkpointed module a rule in a fp.Plan, or use one policy in this process"
         )
     return used[0]
 

@@ -21,6 +21,8 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
 thead th { background: var(--card); font-weight: 600; }
+td.words { text-align: left; }
+td.why { text-align: left; white-space: normal; min-width: 20rem; }
 tbody tr { border-top: 1px solid var(--line); }
 ul { padding-left: 1.2rem; }
 .figures { display: grid; grid-template-columns: repeat(6, 1fr); gap: 1rem; margin: 1.5rem 0; }
