@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from floatplan.policy import OpClass
+from floatplan.policy import TORCH_TABLES, OpClass
 from floatplan.policy.operators import GROUPS
 
 HEAD = """\
@@ -24,11 +24,19 @@ float64 tensors are never cast. An operator with an explicit `dtype=` argument k
 not listed are left alone in every policy: a sum `a + b` of a float32 and a bf16 tensor is float32 by
 torch's own promotion.
 
-Columns: **unified** is the default of floatplan's regions on every device; **torch cpu** and
-**torch cuda** are torch.amp's own tables (`Policy.torch("cpu")`, `Policy.torch("cuda")`).
+Three kinds of operator do a little more than their class:
 
-| operators | unified | torch cpu | torch cuda | why |
-|---|---|---|---|---|"""
+- a look-up (`embedding`, `embedding_bag`) is cast behind: the rows come out in the region's dtype, and the
+  gradient of the table adds up in float32;
+- attention takes a mask of any floating-point dtype; a finite value that the region's dtype cannot hold
+  stays finite, so that a row of float32's lowest number does not become a row of -inf;
+- a product with a sparse operand stays in float32.
+
+Columns: **unified** is the default of floatplan's regions on every device; **cpu**, **cuda**, **xpu** and
+**mps** are torch.amp's own tables (`Policy.torch("cpu")` and so on, each usable on any device).
+
+| operators | unified | cpu | cuda | xpu | mps | why |
+|---|---|---|---|---|---|---|"""
 
 
 def word(op_class: OpClass | None) -> str:
@@ -41,7 +49,8 @@ def table() -> str:
     lines = [HEAD]
     for group in GROUPS:
         names = " ".join(f"`{name}`" for name in group.names.split())
-        classes = " | ".join(word(c) for c in (group.unified, group.torch_cpu, group.torch_cuda))
+        theirs = (group.torch.get(device) for device in TORCH_TABLES)
+        classes = " | ".join(word(op_class) for op_class in (group.unified, *theirs))
         lines.append(f"| {names} | {classes} | {group.why} |")
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,8 @@ from floatplan.errors import PolicyError, nearest
 from floatplan.policy.classes import OpClass
 from floatplan.policy.operators import OPERATORS, packet
 
-TORCH_TABLES = ("cpu", "cuda")
+TORCH_TABLES = ("cpu", "cuda", "xpu", "mps")
+"""Device types for which torch.amp has a table of its own."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Policy:
 
     @staticmethod
     def torch(device_type: str) -> Policy:
-        """The table that ``torch.amp`` uses on ``device_type`` ("cpu" or "cuda"), on any device.
+        """The table that ``torch.amp`` uses on ``device_type`` (cpu, cuda, xpu or mps), on any device.
 
         Tensors of any device follow it, so CUDA's table can be tried on a CPU. On its own device it runs
         torch's own kernels, which makes it equal to ``torch.autocast`` bit for bit.
@@ -179,9 +180,8 @@ def _unified(slow_kernels: bool) -> Policy:
 
 @cache
 def _torch(device_type: str) -> Policy:
-    attribute = f"torch_{device_type}"
     rows = tuple(
-        sorted((op.name, cls) for op in OPERATORS.values() if (cls := getattr(op, attribute)) is not None)
+        sorted((op.name, op.torch[device_type]) for op in OPERATORS.values() if device_type in op.torch)
     )
     return Policy(f"torch {device_type}", rows, slow_kernels=True, native_device=device_type)
 
