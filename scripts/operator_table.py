@@ -24,13 +24,16 @@ float64 tensors are never cast. An operator with an explicit `dtype=` argument k
 not listed are left alone in every policy: a sum `a + b` of a float32 and a bf16 tensor is float32 by
 torch's own promotion.
 
-Three kinds of operator do a little more than their class:
+Some operators do a little more than their class says:
 
 - a look-up (`embedding`, `embedding_bag`) is cast behind: the rows come out in the region's dtype, and the
   gradient of the table adds up in float32;
 - attention takes a mask of any floating-point dtype; a finite value that the region's dtype cannot hold
   stays finite, so that a row of float32's lowest number does not become a row of -inf;
-- a product with a sparse operand stays in float32.
+- a product with a sparse operand stays in float32;
+- recurrent layers on CUDA go on to torch's own autocast kernel, which knows cuDNN's flat weights;
+- on a CPU, softmax over another dimension than the last and log_softmax over the last run in float32 and
+  are rounded once: torch's 16-bit kernels round twice there.
 
 Columns: **unified** is the default of floatplan's regions on every device; **cpu**, **cuda**, **xpu** and
 **mps** are torch.amp's own tables (`Policy.torch("cpu")` and so on, each usable on any device).

@@ -103,7 +103,7 @@ def make_rule(
         if overload in LOOK_UPS:
             return _look_up(caster, policy, call, own_key)
         cast = _lower(caster, overload, policy)
-        if "attention" in overload:
+        if "attention" in overload and overload in OPERATORS:
             cast = _attention(op, cast)
     elif op_class is OpClass.INNER:
         if overload in ROUNDS_TWICE.get(device_type, ()):
