@@ -325,3 +325,32 @@ def test_backward_inside_threads_sees_the_forward_dtype() -> None:
 def test_warnings_are_not_swallowed_inside_a_region() -> None:
     with bf16(policy=UNIFIED), pytest.warns(UserWarning, match="mine"):
         warnings.warn("mine", stacklevel=1)
+
+
+def test_more_policies_than_torchs_state_holds_are_refused_and_nothing_is_entered() -> None:
+    """In a process of its own, which has no policies left afterwards."""
+    script = """
+import torch, floatplan as fp
+from floatplan import _torch
+from floatplan.engine import cache, state
+from floatplan.errors import RegionError
+a = torch.randn(4, 4)
+try:
+    for number in range(100):
+        policy = fp.Policy.unified(slow_kernels=True)
+        policy = policy.with_ops(untouched=[name for name, _ in policy.rows[: number + 1]])
+        with fp.autocast("cpu", dtype=torch.bfloat16, policy=policy):
+            pass
+except RegionError as error:
+    assert "make policies once" in str(error), error
+else:
+    raise AssertionError("100 policies were taken")
+assert number == len(_torch.CARRIER_VALUES)
+assert state._thread.depth == cache._local.copies.depth == 0
+assert state.policies_in_force() == {} and cache._local.copies.since is None
+assert (a @ a).dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

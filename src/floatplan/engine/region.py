@@ -201,6 +201,12 @@ class autocast:
                 "torch.export records a program without floatplan's regions, so the exported program would "
                 "run in another precision; use torch.autocast in a module that is exported"
             )
+        before = state.policies_in_force()
+        after = {other: policy for other, policy in before.items() if other != device}
+        if self._enabled:
+            after[device] = self.policy
+        # What can fail comes before anything is entered.
+        number = state.number_of(watched.policies_to_enter(after))
         tag = _torch.compile_cache_tag()
         outside = _Outside(
             torch.is_autocast_enabled(device),
@@ -211,12 +217,8 @@ class autocast:
             cache.enter(self._enabled and not self._native and self._cache_casts),
         )
         state.region_entered(outside.number, outside.cache_enabled)
-        before = state.policies_in_force()
-        after = {other: policy for other, policy in before.items() if other != device}
-        if self._enabled:
-            after[device] = self.policy
         keeps_casts = self._keeps_casts(before, after, outside.cache_enabled)
-        state.set_in_force(state.number_of(watched.policies_to_enter(after)))
+        state.set_in_force(number)
         if self._enabled and not keeps_casts and not watched.is_watched():
             state.remember_use(device, self.policy)
         if self._enabled and not self._native:

@@ -71,16 +71,21 @@ def number_of(mapping: dict[str, Policy]) -> torch.dtype:
     """
     key = frozenset(mapping.items())
     number = _numbers.get(key)
-    if number is None:
-        with _lock:
+    if number is not None:
+        return number
+    with _lock:
+        number = _numbers.get(key)
+        if number is None:
             used = len(_numbers) - 1
             if used == len(_torch.CARRIER_VALUES):
                 raise RegionError(
                     f"this process has used {used} different policies, and torch's state holds no "
                     "more; make policies once and use the same ones again"
                 )
-            number = _numbers.setdefault(key, _torch.CARRIER_VALUES[used])
+            number = _torch.CARRIER_VALUES[used]
+            # In this order: whoever reads the number without the lock must find what it stands for.
             _mappings[number] = dict(mapping)
+            _numbers[key] = number
     return number
 
 
