@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -26,18 +25,43 @@ AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 """Dispatch key of each device type whose operators floatplan casts."""
 
 
-def dispatch_keys(name: str) -> tuple[Any, Any]:
-    """(the key called ``name`` as a set, the set of all keys that come after it).
+def keys_after(name: str) -> Any:
+    """The set of all dispatch keys that come after the one called ``name``.
 
-    ``torch.library`` can register a kernel for a key but not redispatch below it without these sets.
+    ``torch.library`` can register a kernel for a key but not redispatch below it without this set.
     """
-    key = getattr(torch._C.DispatchKey, name)
-    return torch._C.DispatchKeySet(key), torch._C._dispatch_keyset_full_after(key)
+    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, name))
 
 
-def exclude(keys: Any) -> AbstractContextManager[None]:
-    """Calls in this context skip the dispatch keys ``keys`` (what torch's C++ autocast kernels do)."""
-    return torch._C._ExcludeDispatchKeyGuard(keys)
+def plain_keys(device_type: str) -> Any:
+    """Dispatch keys, as a number, of a call on dense tensors of ``device_type`` that is not `is_traced`.
+
+    Sparse and quantised tensors, tensors elsewhere, and what `is_traced` looks for add or remove a key.
+    """
+    name = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    for other in (f"Autograd{name}", AUTOCAST_KEYS[device_type]):
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, other))
+    return keys.raw_repr()
+
+
+def below_autocast(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    """``op``, called with the autocast key of ``device_type`` excluded (as torch's C++ kernels do).
+
+    To be called by a kernel at that key, which therefore is not excluded when the call begins. The public
+    context manager for it takes three times as long.
+    """
+    call, key = op._op, getattr(torch._C.DispatchKey, AUTOCAST_KEYS[device_type])
+    set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+    def below(*args: Any, **kwargs: Any) -> Any:
+        set_excluded(key, True)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            set_excluded(key, False)
+
+    return below
 
 
 def has_kernel(overload: str, key: str) -> bool:
@@ -78,12 +102,6 @@ def overload_named(overload: str) -> torch._ops.OpOverload:
     namespace, _, name = qualified.partition("::")
     found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
     return found
-
-
-def direct_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What ``op`` calls, without the Python method around it: one frame less for every operator."""
-    call: Callable[..., Any] = op._op
-    return call
 
 
 def tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
@@ -131,8 +149,8 @@ def storage_is_ours(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
-def must_not_cache(tensor: torch.Tensor) -> bool:
-    """Whether this call is traced, transformed or captured, or in inference mode: then nothing is kept.
+def is_traced() -> bool:
+    """Whether this call is traced, transformed or in inference mode: then no cast is kept.
 
     A kept copy would become a constant of the trace, or be read outside of the transform that made it.
     """
@@ -141,9 +159,6 @@ def must_not_cache(tensor: torch.Tensor) -> bool:
         or torch._C._get_tracing_state() is not None
         or (torch._C._len_torch_dispatch_stack() > 0 and not only_watched())
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or tensor.is_inference()
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -201,28 +216,61 @@ def onednn_runs(dtype: torch.dtype) -> bool:
 # --- Compilation --------------------------------------------------------------------------------------
 
 
+class CacheTag(str):
+    """A tag for the key of compile caches that says, whenever it is read, what is in force at that moment."""
+
+    __slots__ = ("in_force",)
+    in_force: Callable[[], str]
+
+    def __str__(self) -> str:
+        return f"{str.__str__(self)}|{self.in_force()}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __copy__(self) -> CacheTag:
+        return self
+
+    def __deepcopy__(self, memo: object) -> CacheTag:
+        return self
+
+
 def compile_cache_tag() -> str:
-    """The tag that torch.compile mixes into the key of its caches on disk, in this thread."""
+    """The tag that torch.compile mixes into the key of its caches on disk, in this thread now."""
     return str(torch.compiler.config.cache_key_tag)
 
 
-def set_compile_cache_tag(tag: str) -> None:
-    """Set that tag in this thread. Our kernels change what a graph means, which torch cannot see."""
-    torch.compiler.config.cache_key_tag = tag
+def mark_compile_caches(mark: str, in_force: Callable[[], str]) -> None:
+    """Add ``mark`` and what ``in_force()`` says to that tag: kernels of ours change what a graph means.
 
-
-def mark_compile_caches(mark: str) -> None:
-    """Add ``mark`` to the tag that every thread starts from; a tag of the user's own is kept.
-
-    Setting the value reaches the calling thread only, so the mark goes into the entry's defaults.
+    A tag of the user's own is kept. Setting the value reaches the calling thread only, so the mark goes into
+    the entry's defaults.
     """
-    entry = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
+
+    def marked(tag: str) -> CacheTag:
+        tag = CacheTag(f"{str.__str__(tag)}|{mark}")
+        tag.in_force = in_force
+        return tag
+
     for name in ("default", "env_value_default"):
-        tag = getattr(entry, name)
-        if isinstance(tag, str) and mark not in tag:
-            setattr(entry, name, f"{tag}|{mark}")
-    if mark not in compile_cache_tag():
-        set_compile_cache_tag(f"{compile_cache_tag()}|{mark}")
+        tag = getattr(_TAG, name)
+        if isinstance(tag, str) and type(tag) is not CacheTag:
+            setattr(_TAG, name, marked(tag))
+    if not compile_caches_marked():
+        torch.compiler.config.cache_key_tag = marked(torch.compiler.config.cache_key_tag)
+
+
+def compile_caches_marked() -> bool:
+    """Whether the tag is marked in this thread, where the user may have set another since."""
+    tag = _tag_of_thread()
+    return type(tag) is CacheTag or not isinstance(tag, str)
+
+
+_TAG = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
+_tag_of_thread: Callable[[], object] = _TAG.user_override.get
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -29,6 +29,12 @@ def empty_cache() -> None:
     fp.cast_cache().clear()
 
 
+@pytest.fixture(autouse=True)
+def share_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor counts as small, so that small ones show what large ones do."""
+    monkeypatch.setattr(cache, "SHARE_FROM", 0)
+
+
 @pytest.fixture
 def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight counts as large, so that its copy is kept past the region."""
@@ -73,6 +79,23 @@ def test_slices_and_shared_activations_are_cast_once() -> None:
     assert casts(forward) == 3  # two slices and one activation
     with torch.autocast("cpu", dtype=BF16):
         assert casts(lambda: [x @ w[:, 0:8] for _ in range(3)]) == 6
+
+
+def test_what_is_small_is_cast_for_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def forward(size: int) -> Callable[[], None]:
+        w, x = nn.Parameter(torch.randn(size, size)), torch.randn(4, size).bfloat16()
+
+        def three_uses() -> None:
+            with region():
+                for _ in range(3):
+                    x @ w
+
+        return three_uses
+
+    assert casts(forward(128)) == 1
+    assert casts(forward(64)) == 3
 
 
 @pytest.mark.trouble("T106")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 
-from floatplan.records import EpochRecord, FailureRecord, ResultRecord, RunHeader, RunRecord, StepRecord
+from floatplan.records import (
+    EpochRecord,
+    ExplainedOperator,
+    Explanation,
+    ExplanationRecord,
+    FailureRecord,
+    ResultRecord,
+    RunHeader,
+    RunRecord,
+    StepRecord,
+)
 from floatplan.report.runfile import Run, collect
 
 HEADER = RunHeader(
@@ -44,6 +54,20 @@ def training(row: str, seed: int, *, rate: float, accuracy: float, loss: float =
     return [*steps, epoch, result]
 
 
+LINEAR = ExplainedOperator(
+    module="fc",
+    module_type="Linear",
+    operator="aten::linear",
+    input_dtypes=("float32",),
+    ran_in="bfloat16",
+    output_dtypes=("bfloat16",),
+    why="class <lower> of policy unified",
+    times=1,
+    casts=3,
+    cast_bytes=1234,
+)
+EXPLANATION = Explanation("Net", "cpu", "bfloat16", "unified", (LINEAR,))
+
 RECORDS: list[RunRecord] = [
     *training("fp32", 0, rate=100, accuracy=0.980),
     *training("bf16", 0, rate=200, accuracy=0.978),
@@ -53,5 +77,6 @@ RECORDS: list[RunRecord] = [
     *training("bf16", 1, rate=200, accuracy=0.984),
     *training("fp16", 1, rate=150, accuracy=0.984),
     FailureRecord("fp16-unscaled", 1, "its process was killed by SIGKILL"),
+    ExplanationRecord("bf16", EXPLANATION),
 ]
 RUN: Run = collect(HEADER, RECORDS)

@@ -91,3 +91,11 @@ def test_without_plotly_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyP
     with pytest.raises(PlotlyMissing, match="pip install plotly"):
         write_report(RUN, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_says_what_ran_in_which_precision_for_rows_that_have_it() -> None:
+    page = render(RUN)
+    (part,) = re.findall(r"<details>.*?</details>", page, re.DOTALL)
+    assert "bf16: 1 operator call (1 in bfloat16)" in part
+    assert "class &lt;lower&gt; of policy unified" in part
+    assert "<details>" not in render(replace(RUN, explanations=()))

@@ -106,7 +106,7 @@ def test_bytes_are_those_read_and_written() -> None:
 class Thrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.inner = nn.Linear(128, 128, bias=False).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) + self.inner(x) + self.inner(x)
@@ -114,7 +114,7 @@ class Thrice(nn.Module):
 
 @pytest.mark.trouble("T105")
 def test_shared_copies_count_once_and_torchs_recasts_each_time() -> None:
-    ours, theirs = (fp.explain(Thrice(), torch.ones(2, 4), policy=policy) for policy in ("unified", "torch"))
+    ours, theirs = (fp.explain(Thrice(), torch.ones(128, 128), policy=policy) for policy in ("unified", "torch"))
     assert [(row.times, row.casts) for row in ours.rows if row.module == "inner"] == [(3, 2)]
     assert [(row.times, row.casts) for row in theirs.rows if row.module == "inner"] == [(3, 6)]
 

@@ -55,9 +55,13 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
             if (overload, device_type) not in _placed:
                 _place(overload, device_type)
                 _placed.add((overload, device_type))
-        # Graphs cached on disk must not cross to or from plain torch, nor between versions of the table.
-        _torch.mark_compile_caches(f"floatplan-{__version__}-{Policy.unified().fingerprint}")
+        mark_compile_caches()
         _ready.update((name, device_type) for name in needed)
+
+
+def mark_compile_caches() -> None:
+    """Graphs on disk must not cross to or from plain torch, nor between policies or versions of the table."""
+    _torch.mark_compile_caches(f"floatplan-{__version__}-{Policy.unified().fingerprint}", state.fingerprint)
 
 
 @functools.cache
@@ -122,7 +126,7 @@ def _place(overload: str, device_type: str) -> None:
 def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any]:
     """The kernel of one operator overload at one key."""
     op = _torch.overload_named(overload)
-    own_key, after_key = _torch.dispatch_keys(key)
+    below, after_key = _torch.below_autocast(op, device_type), _torch.keys_after(key)
     native = _torch.native_kernel(overload, key) if _torch.has_kernel(overload, key) else None
     has_numbers = _number_finder(op)
     rules: dict[torch.dtype, Rule] = {}
@@ -132,8 +136,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     def left_alone(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if has_numbers(args):
             # A redispatch takes no plain numbers where the schema has tensors; a call does.
-            with _torch.exclude(own_key):
-                return op(*args, **kwargs)
+            return below(*args, **kwargs)
         # Go on below autocast, but let operators inside this one meet it.
         return op.redispatch(keys & after_key, *args, **kwargs)
 
@@ -151,7 +154,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
             if policy.native_device == device_type:
                 rule = without_policy
             else:
-                rule = make_rule(op, overload, policy, device_type, own_key) or left_alone
+                rule = make_rule(op, overload, policy, device_type, native) or left_alone
                 if isinstance(policy, watched.WatchedPolicy):
                     rule = telling(rule, watched.Met(overload, device_type, policy))
             rules[number] = rule

@@ -15,7 +15,7 @@ import torch
 from floatplan import _torch
 from floatplan.engine import cache, state, watched
 from floatplan.engine.capability import precision_notes
-from floatplan.engine.kernels import check_classes, ensure_registered
+from floatplan.engine.kernels import check_classes, ensure_registered, mark_compile_caches
 from floatplan.engine.resumed import in_stretches
 from floatplan.errors import DeviceError, FloatplanWarning, PolicyError, PrecisionWarning, RegionError
 from floatplan.policy import Policy
@@ -34,8 +34,137 @@ class _Outside(NamedTuple):
     dtype: torch.dtype
     cache_enabled: bool
     number: torch.dtype
-    tag: str
     casts_since: int | None
+
+
+class _Asked(NamedTuple):
+    """The arguments of a region."""
+
+    device_type: str
+    dtype: Any
+    enabled: bool
+    cache_enabled: bool | None
+    policy: Policy | str
+    strict: bool
+    respect_upcast: bool
+
+
+class _Settings:
+    """What follows from the arguments of a region; regions with equal arguments share it.
+
+    Attributes:
+        asked: the arguments, with the device type as a plain word.
+        device: that word.
+        dtype: the low-precision format.
+        policy: the policy, with what the other arguments change in it.
+        enabled: the region casts: it was asked to, and this machine can.
+        ours: it does so by kernels of ours.
+        keeps_casts: the cast cache of the region is on.
+        entries: what to put into the thread's state (a policies' number, and torch's flag of its own cast
+            cache), by what is found there.
+    """
+
+    def __init__(self, asked: _Asked, dtype: torch.dtype) -> None:
+        self.asked, self.dtype = asked, dtype
+        self.device = device = asked.device_type
+        self.policy = _policy(asked.policy, device)
+        if asked.respect_upcast:
+            self.policy = replace(self.policy, respect_upcast=True, native_device="")
+        if dtype is torch.float32 and self.policy.native_device != device:
+            self.policy = self.policy.in_full_precision()
+        native = self.policy.native_device == device
+        problem = _problem(device, dtype, native) if asked.enabled else None
+        if problem is not None:
+            self.say(
+                f"autocast({device!r}) is disabled: {problem}. Operators run in the dtypes they are given"
+            )
+        self.enabled = bool(asked.enabled) and problem is None
+        self.ours = self.enabled and not native
+        self.keeps_casts = self.ours and asked.cache_enabled is not False
+        # A mistake in a policy shows wherever it is used, not only where the region can be had.
+        check_classes(self.policy)
+        if self.ours:
+            ensure_registered(device, self.policy)
+        self.entries: dict[tuple[torch.dtype, bool], tuple[torch.dtype, bool]] = {}
+        self.can_be_shared = problem is None
+
+    def say(self, message: str) -> None:
+        """Warn, or raise under ``strict``."""
+        if self.asked.strict:
+            raise DeviceError(message)
+        warnings.warn(message, PrecisionWarning, stacklevel=6)
+
+    def say_what_stays(self) -> None:
+        """Precision is not changed in silence: name what stays in float32, once."""
+        device = self.device
+        if self.policy.slow_kernels or ((device, self.dtype) in _said and not self.asked.strict):
+            return
+        notes = precision_notes(device, self.dtype, self.policy)
+        if notes:
+            self.say(
+                f"in this autocast region on {device}: {'; '.join(notes)}. "
+                "Policy.unified(slow_kernels=True) runs them in the low format all the same"
+            )
+        _said.add((device, self.dtype))
+
+    def entry(self, number: torch.dtype, cache_enabled: bool) -> tuple[torch.dtype, bool]:
+        """What the region puts into the thread's state, by what is there.
+
+        Torch's cast cache is as asked, else as around the region. It is off wherever our kernels work, on
+        any device: that is how they know their regions. Around a region in one of ours it is off for that
+        reason, not because somebody asked for it.
+
+        Raises:
+            RegionError: more different policies than there are numbers.
+        """
+        device = self.device
+        before = state.policies_of(number)
+        after = {other: policy for other, policy in before.items() if other != device}
+        if self.enabled:
+            after[device] = self.policy
+        if state.has_kernels_of_ours(after):
+            keeps_casts = False
+        elif self.asked.cache_enabled is not None:
+            keeps_casts = bool(self.asked.cache_enabled)
+        else:
+            keeps_casts = cache_enabled or state.has_kernels_of_ours(before)
+        entered = state.number_of(watched.policies_to_enter(after)), keeps_casts
+        if not watched.is_watched():
+            self.entries[number, cache_enabled] = entered
+            if self.enabled and not keeps_casts:
+                state.remember_use(device, self.policy)
+        return entered
+
+
+_known: dict[tuple[Any, ...], _Settings] = {}
+
+
+def _settings(arguments: tuple[Any, ...]) -> _Settings:
+    """The settings of a region. A training loop asks for the same in every step."""
+    try:
+        known = _known.get(arguments)
+    except TypeError:  # an argument that cannot be looked up is a wrong one, and is named below
+        known = None
+    if known is None:
+        asked = _Asked(_device_type(arguments[0]), *arguments[1:])
+        is_default = asked.dtype is None
+        known = _Settings(asked, torch.get_autocast_dtype(asked.device_type) if is_default else asked.dtype)
+        if known.can_be_shared and not is_default and isinstance(arguments[0], str):
+            _known[arguments] = known
+    return known
+
+
+def _problem(device: str, dtype: object, native: bool) -> str | None:
+    """Why this machine cannot run a region, if it cannot."""
+    if not isinstance(dtype, torch.dtype):
+        raise RegionError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        return "CUDA is not available here"
+    if dtype is torch.float32 and native:
+        return "torch's own table has no float32 regions (policy='unified' has)"
+    if dtype not in (*LOW_DTYPES, torch.float32):
+        return f"{dtype} is not a low-precision dtype (torch.bfloat16 or torch.float16)"
+    return None
 
 
 class autocast:
@@ -80,59 +209,12 @@ class autocast:
         strict: bool = False,
         respect_upcast: bool = False,
     ) -> None:
-        self.device = _device_type(device_type)
-        self.fast_dtype = torch.get_autocast_dtype(self.device) if dtype is None else dtype
-        self._strict = strict
-        self.policy = _policy(policy, self.device)
-        if respect_upcast:
-            self.policy = replace(self.policy, respect_upcast=True, native_device="")
-        if self.fast_dtype is torch.float32 and self.policy.native_device != self.device:
-            self.policy = self.policy.in_full_precision()
-        self._native = self.policy.native_device == self.device
-        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        self._cache_casts = cache_enabled is not False
-        self._enabled = bool(enabled) and self._can_be_had()
-        # A mistake in a policy shows wherever it is used, not only where the region can be had.
-        check_classes(self.policy)
-        self._arguments = (self.device, dtype, enabled, cache_enabled, policy, strict, respect_upcast)
+        arguments = (device_type, dtype, enabled, cache_enabled, policy, strict, respect_upcast)
+        self._settings = settings = _settings(arguments)
+        self.device, self.fast_dtype, self.policy = settings.device, settings.dtype, settings.policy
         self._outside: dict[int, list[_Outside]] = {}
-        if self._enabled and not self._native:
-            ensure_registered(self.device, self.policy)
-            self._say_what_stays()
-
-    def _can_be_had(self) -> bool:
-        """Whether this machine can run the region; says so if not."""
-        if not isinstance(self.fast_dtype, torch.dtype):
-            raise RegionError(f"dtype must be a torch.dtype such as torch.bfloat16, got {self.fast_dtype!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            problem = "CUDA is not available here"
-        elif self.fast_dtype is torch.float32 and self._native:
-            problem = "torch's own table has no float32 regions (policy='unified' has)"
-        elif self.fast_dtype not in (*LOW_DTYPES, torch.float32):
-            problem = f"{self.fast_dtype} is not a low-precision dtype (torch.bfloat16 or torch.float16)"
-        else:
-            return True
-        self._say(
-            f"autocast({self.device!r}) is disabled: {problem}. Operators run in the dtypes they are given"
-        )
-        return False
-
-    def _say(self, message: str) -> None:
-        if self._strict:
-            raise DeviceError(message)
-        warnings.warn(message, PrecisionWarning, stacklevel=5)
-
-    def _say_what_stays(self) -> None:
-        """Precision is not changed in silence: name what stays in float32, once."""
-        if self.policy.slow_kernels or ((self.device, self.fast_dtype) in _said and not self._strict):
-            return
-        notes = precision_notes(self.device, self.fast_dtype, self.policy)
-        if notes:
-            self._say(
-                f"in this autocast region on {self.device}: {'; '.join(notes)}. "
-                "Policy.unified(slow_kernels=True) runs them in the low format all the same"
-            )
-        _said.add((self.device, self.fast_dtype))
+        if settings.ours:
+            settings.say_what_stays()
 
     @_torch.not_compiled
     def __enter__(self) -> autocast:
@@ -195,71 +277,47 @@ class autocast:
 
     @_torch.not_compiled
     def _begin(self) -> _Outside:
-        device = self.device
-        if (self._enabled or torch.is_autocast_enabled(device)) and _torch.exports():
+        device, settings = self.device, self._settings
+        enabled = torch.is_autocast_enabled(device)
+        if (enabled or settings.enabled) and _torch.exports():
             raise RegionError(
                 "torch.export records a program without floatplan's regions, so the exported program would "
                 "run in another precision; use torch.autocast in a module that is exported"
             )
-        before = state.policies_in_force()
-        after = {other: policy for other, policy in before.items() if other != device}
-        if self._enabled:
-            after[device] = self.policy
         # What can fail comes before anything is entered.
-        number = state.number_of(watched.policies_to_enter(after))
-        tag = _torch.compile_cache_tag()
-        outside = _Outside(
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-            state.number_in_force(),
-            tag,
-            cache.enter(self._enabled and not self._native and self._cache_casts),
-        )
-        state.region_entered(outside.number, outside.cache_enabled)
-        keeps_casts = self._keeps_casts(before, after, outside.cache_enabled)
+        around = state.number_in_force(), torch.is_autocast_cache_enabled()
+        entry = None if watched.watchers else settings.entries.get(around)
+        number, keeps_casts = entry or settings.entry(*around)
+        if not _torch.compile_caches_marked():
+            mark_compile_caches()
+        casts_since = cache.enter(settings.keeps_casts)
+        outside = _Outside(enabled, torch.get_autocast_dtype(device), around[1], around[0], casts_since)
+        state.region_entered(*around)
         state.set_in_force(number)
-        if self._enabled and not keeps_casts and not watched.is_watched():
-            state.remember_use(device, self.policy)
-        if self._enabled and not self._native:
-            _torch.set_compile_cache_tag(f"{tag}|{self.policy.fingerprint}")
-        torch.set_autocast_enabled(device, self._enabled)
-        torch.set_autocast_dtype(device, self.fast_dtype)
+        torch.set_autocast_enabled(device, settings.enabled)
+        torch.set_autocast_dtype(device, settings.dtype)
         torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(keeps_casts)
         return outside
 
-    def _keeps_casts(self, before: dict[str, Policy], after: dict[str, Policy], cache_enabled: bool) -> bool:
-        """Whether torch's cast cache is on in this region: as asked, else as around it.
-
-        It is off wherever our kernels work, on any device: that is how they know their regions. Around a
-        region in one of ours it is off for that reason, not because somebody asked for it.
-        """
-        if state.has_kernels_of_ours(after):
-            return False
-        if self._arguments[3] is not None:
-            return self._cache_enabled
-        return cache_enabled or state.has_kernels_of_ours(before)
-
     @_torch.not_compiled
     def _end(self, outside: _Outside) -> None:
+        enabled, dtype, cache_enabled, number, casts_since = outside
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_enabled(self.device, outside.enabled)
-        torch.set_autocast_dtype(self.device, outside.dtype)
-        number, cache_enabled = state.region_left(outside.number, outside.cache_enabled)
+        torch.set_autocast_enabled(self.device, enabled)
+        torch.set_autocast_dtype(self.device, dtype)
+        number, cache_enabled = state.region_left(number, cache_enabled)
         torch.set_autocast_cache_enabled(cache_enabled)
         state.set_in_force(number)
-        cache.leave(outside.casts_since)
-        if self._enabled and not self._native:
-            _torch.set_compile_cache_tag(outside.tag)
+        cache.leave(casts_since)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy starts outside of every region: what is saved on entry belongs to this object's threads.
-        return _rebuild, self._arguments
+        return _rebuild, tuple(self._settings.asked)
 
     def __repr__(self) -> str:
-        on = "" if self._enabled else ", enabled=False"
+        on = "" if self._settings.enabled else ", enabled=False"
         return f"autocast({self.device!r}, dtype={self.fast_dtype}{on}, policy={self.policy.name!r})"
 
 
@@ -292,8 +350,10 @@ def _device_type(device: str | torch.device | torch.Tensor) -> str:
         raise RegionError(
             f"device_type must be a string, a torch.device or a tensor, got {type(device).__name__}"
         )
-    device = device.partition(":")[0]
     known = _torch.AUTOCAST_KEYS
+    if device in known:
+        return device
+    device = device.partition(":")[0]
     if device not in known:
         raise RegionError(
             f"no floatplan region for device type {device!r}; there are kernels for: {', '.join(known)}. "

@@ -1,16 +1,11 @@
 """What an operator class does to the arguments of a call.
 
-A rule is made once per operator, policy and device type, and called with each call's arguments. Casts touch
-floating-point tensors of the device type other than float64 (as torch.amp's do): a float64 tensor is there
-because somebody asked for its precision.
-
-These functions run for every operator of a region, so what can be known from the schema is worked out when
-the rule is made.
+A rule is made once per operator, policy and device type, and called with each call's arguments. It runs for
+every operator of a region, so what can be known from the schema is worked out when the rule is made.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +15,12 @@ from torch import Tensor
 from floatplan import _torch
 from floatplan.engine import cache, upcast
 from floatplan.engine.capability import capability_of, slow_kernel
+from floatplan.engine.casting import HALVES, Arguments, Cast, Caster
 from floatplan.errors import RegionError
 from floatplan.policy import OPERATORS, Kind, OpClass, Policy
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the dispatch keys, the positional and the keyword arguments of a call."""
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Cast = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 # Device types on which a norm's kernel takes 16-bit input beside float32 weights and statistics.
 MIXED_PARAMETERS: dict[str, frozenset[str]] = {
@@ -71,43 +64,44 @@ ROUNDS_TWICE: dict[str, dict[str, bool]] = {
 MASK_NAMES = ("attn_mask", "attn_bias", "bias")
 """What the schemas of attention call the mask that is added to the scores."""
 
-SPARSE_LAYOUTS = frozenset(
-    {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-)
-
-HALVES = (torch.bfloat16, torch.float16)
-
-CASTABLE = frozenset(
-    value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and value.is_floating_point and value is not torch.float64
-)
-
 
 def make_rule(
-    op: torch._ops.OpOverload, overload: str, policy: Policy, device_type: str, own_key: Any
+    op: torch._ops.OpOverload,
+    overload: str,
+    policy: Policy,
+    device_type: str,
+    native: Callable[..., Any] | None = None,
 ) -> Rule | None:
-    """The rule of one operator under ``policy``, or ``None`` when the policy leaves it alone."""
+    """The rule of one operator under ``policy``, or ``None`` when the policy leaves it alone.
+
+    Args:
+        op: the operator.
+        overload: its name.
+        policy: gives it its class.
+        device_type: whose tensors are cast.
+        native: torch's own autocast kernel of the operator, if it has one.
+    """
     if overload == upcast.OPERATOR and policy.respect_upcast:
-        return _marking(op, own_key)
+        return _marking(_torch.below_autocast(op, device_type))
     op_class = policy.class_of(overload)
     if op_class is None:
         return None
     if op_class is OpClass.BANNED:
         return _banned(overload)
     caster = Caster(op, device_type)
-    call, exclude = _torch.direct_call(op), _torch.exclude
+    below = _torch.below_autocast(op, device_type)
+    masked = "attention" in overload and overload in OPERATORS
     if op_class is OpClass.LOWER:
         if overload in LEFT_TO_TORCH.get(device_type, ()):
             return None
         if overload in LOOK_UPS:
-            return _look_up(caster, policy, call, own_key)
+            return _look_up(caster, policy, below)
         cast = _lower(caster, overload, policy)
-        if "attention" in overload and overload in OPERATORS:
+        if masked:
             cast = _attention(op, cast)
     elif op_class is OpClass.INNER:
         if overload in ROUNDS_TWICE.get(device_type, ()):
-            return _rounded_once(call, own_key, over_last=ROUNDS_TWICE[device_type][overload])
+            return _rounded_once(below, over_last=ROUNDS_TWICE[device_type][overload])
         cast = _inner(caster, overload)
     else:
         makers = {OpClass.FP32: _fp32, OpClass.WIDEST: _widest, OpClass.DESTINATION: _destination}
@@ -115,19 +109,23 @@ def make_rule(
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = cast(args, kwargs)
-        with exclude(own_key):
-            return call(*args, **kwargs)
+        return below(*args, **kwargs)
 
-    return rule if overload not in STATISTICS else _writing_back(rule, cast, STATISTICS[overload])
+    if overload in STATISTICS:
+        return _writing_back(below, cast, STATISTICS[overload])
+    if native is not None and OPERATORS[overload].torch[device_type] is op_class:
+        if op_class is OpClass.FP32:
+            return _widened_by_torch(device_type, rule, native)
+        if op_class is OpClass.LOWER and not (policy.respect_upcast or masked or _takes_lists(op)):
+            return _lowered_by_torch(caster, overload, policy, rule, native)
+    return rule
 
 
-def _marking(op: torch._ops.OpOverload, own_key: Any) -> Rule:
+def _marking(below: Callable[..., Any]) -> Rule:
     """The rule of casts, where a region respects those that the caller makes."""
-    call, exclude = _torch.direct_call(op), _torch.exclude
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with exclude(own_key):
-            result = call(*args, **kwargs)
+        result = below(*args, **kwargs)
         if result.dtype is torch.float32 and args[0].dtype is not torch.float32:
             upcast.mark(result)
         return result
@@ -135,106 +133,42 @@ def _marking(op: torch._ops.OpOverload, own_key: Any) -> Rule:
     return rule
 
 
-def _writing_back(rule: Rule, cast: Cast, written: slice) -> Rule:
-    """``rule``, after which what the kernel wrote into cast copies is written into the originals."""
+def _writing_back(below: Callable[..., Any], cast: Cast, written: slice) -> Rule:
+    """A rule that writes what the kernel wrote into cast copies into the originals."""
 
-    def rule_writing_back(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[written]
         args, kwargs = cast(args, kwargs)
-        result = rule(keys, args, kwargs)
+        result = below(*args, **kwargs)
         for mine, used in zip(given, args[written], strict=True):
             if used is not mine:
                 mine.copy_(used)
         return result
 
-    return rule_writing_back
+    return rule
 
 
-class Caster:
-    """Casts of the tensors among the arguments of one operator.
+class _Targets(dict[torch.dtype, torch.dtype]):
+    """The dtype in which operators of a kind run, by the region's: that, or float32 where it is slow."""
 
-    Attributes:
-        device_type: whose tensors are cast.
-        places: positions at which the schema has a tensor or a list of tensors.
-    """
+    def __init__(self, kind: Kind, policy: Policy, device_type: str) -> None:
+        self._kind, self._policy, self._device_type = kind, policy, device_type
 
-    def __init__(self, op: torch._ops.OpOverload, device_type: str) -> None:
-        self.device_type = device_type
-        self.places = _torch.tensor_places(op)
-        self._is_here = operator.attrgetter(f"is_{device_type}")
+    def __missing__(self, asked: torch.dtype) -> torch.dtype:
+        slow = not self._policy.slow_kernels and slow_kernel(
+            self._kind, asked, capability_of(self._device_type)
+        )
+        self[asked] = torch.float32 if slow else asked
+        return self[asked]
 
-    def one(self, value: Any, dtype: torch.dtype) -> Any:
-        """``value`` (a tensor, a list of them, or anything else) with its eligible tensors in ``dtype``."""
-        if isinstance(value, Tensor):
-            found = value.dtype
-            if found is dtype or found not in CASTABLE or not self._is_here(value):
-                return value
-            if found is torch.float32 and value.layout is torch.strided:
-                return cache.cast(value, dtype)
-            return value.to(dtype)
-        if isinstance(value, (list, tuple)):
-            return type(value)([self.one(item, dtype) for item in value])
-        return value
-
-    def all(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, start: int = 0
-    ) -> Arguments:
-        """The arguments with every eligible tensor from position ``start`` on in ``dtype``."""
-        changed: list[Any] | None = None
-        count = len(args)
-        for place in self.places:
-            if place >= count:
-                break
-            value = args[place]
-            if value is None or place < start or (cast := self.one(value, dtype)) is value:
-                continue
-            if changed is None:
-                changed = list(args)
-            changed[place] = cast
-        if kwargs:
-            kwargs = {name: self.one(value, dtype) for name, value in kwargs.items()}
-        return (args if changed is None else tuple(changed)), kwargs
-
-    def eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that casts touch, in the order of the schema."""
-        found: list[Tensor] = []
-        for value in [*(args[place] for place in self.places if place < len(args)), *kwargs.values()]:
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, Tensor) and item.dtype in CASTABLE and self._is_here(item):
-                    found.append(item)
-        return found
-
-    def has_sparse(self, args: tuple[Any, ...]) -> bool:
-        """Whether a tensor among the positional arguments is sparse."""
-        for place in self.places:
-            if place >= len(args):
-                break
-            value = args[place]
-            if isinstance(value, Tensor) and value.layout in SPARSE_LAYOUTS:
-                return True
-        return False
-
-
-def _target(kind: Kind, policy: Policy, device_type: str) -> Callable[[], torch.dtype]:
-    """Tells the dtype in which operators of ``kind`` run: the region's, or float32 where that is slow."""
-    asked_dtype = torch.get_autocast_dtype
-    targets: dict[torch.dtype, torch.dtype] = {}
-
-    def target() -> torch.dtype:
-        asked = asked_dtype(device_type)
-        found = targets.get(asked)
-        if found is None:
-            slow = not policy.slow_kernels and slow_kernel(kind, asked, capability_of(device_type))
-            found = targets[asked] = torch.float32 if slow else asked
-        return found
-
-    return target
+    def here(self) -> torch.dtype:
+        """The dtype in the region that the calling thread is in."""
+        return self[torch.get_autocast_dtype(self._device_type)]
 
 
 def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
-    row = OPERATORS.get(overload)
-    kind = row.kind if row is not None else Kind.OTHER
-    cast_all, target = caster.all, _target(kind, policy, caster.device_type)
+    kind = _kind(overload)
+    cast_all, target = caster.all, _Targets(kind, policy, caster.device_type).here
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         return cast_all(args, kwargs, target())
@@ -251,6 +185,57 @@ def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
     if policy.respect_upcast:
         return cast_unless_marked
     return cast_dense if kind is Kind.MATMUL else cast
+
+
+# Torch's own kernel does in C++ to an operator that has the same class in its table what our rule does in
+# Python. The next two take that short way for ordinary calls. (Around a list of tensors or a keyword our
+# rules know more.)
+
+
+def _widened_by_torch(device_type: str, rule: Rule, native: Callable[..., Any]) -> Rule:
+    plain = _torch.plain_keys(device_type)
+
+    def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or keys.raw_repr() != plain:
+            return rule(keys, args, kwargs)
+        return native(keys, *args)
+
+    return short
+
+
+def _lowered_by_torch(
+    caster: Caster, overload: str, policy: Policy, rule: Rule, native: Callable[..., Any]
+) -> Rule:
+    places, keep = caster.places, cache.cast_plainly
+    asked_dtype, device_type, float32 = torch.get_autocast_dtype, caster.device_type, torch.float32
+    targets, plain = _Targets(_kind(overload), policy, device_type), _torch.plain_keys(device_type)
+
+    def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = asked_dtype(device_type)
+        if kwargs or keys.raw_repr() != plain or targets[dtype] is not dtype:
+            return rule(keys, args, kwargs)
+        count, changed = len(args), None
+        for place in places:
+            if place >= count:
+                break
+            value = args[place]
+            # Only what the region keeps is cast here.
+            if isinstance(value, Tensor) and value.dtype is float32 and value.numel() >= cache.SHARE_FROM:
+                if changed is None:
+                    changed = list(args)
+                changed[place] = keep(value, dtype)
+        return native(keys, *(changed or args))
+
+    return short
+
+
+def _takes_lists(op: torch._ops.OpOverload) -> bool:
+    return any("Tensor[]" in str(argument.type) for argument in op._schema.arguments)
+
+
+def _kind(overload: str) -> Kind:
+    row = OPERATORS.get(overload)
+    return row.kind if row is not None else Kind.OTHER
 
 
 def _attention(op: torch._ops.OpOverload, lower: Cast) -> Cast:
@@ -285,15 +270,13 @@ def _fit_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.clamp(min=lowest).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
 
 
-def _look_up(caster: Caster, policy: Policy, call: Callable[..., Any], own_key: Any) -> Rule:
-    widen, exclude = _widest(caster), _torch.exclude
-    target = _target(Kind.MATMUL, policy, caster.device_type)
+def _look_up(caster: Caster, policy: Policy, below: Callable[..., Any]) -> Rule:
+    widen = _widest(caster)
+    target = _Targets(Kind.MATMUL, policy, caster.device_type).here
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = widen(args, kwargs)
-        with exclude(own_key):
-            result = call(*args, **kwargs)
-        return caster.one(result, target())
+        return caster.one(below(*args, **kwargs), target())
 
     return rule
 
@@ -328,15 +311,12 @@ def _inner(caster: Caster, overload: str) -> Cast:
     return cast
 
 
-def _rounded_once(call: Callable[..., Any], own_key: Any, *, over_last: bool) -> Rule:
-    exclude = _torch.exclude
-
+def _rounded_once(below: Callable[..., Any], *, over_last: bool) -> Rule:
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data = args[0]
-        with exclude(own_key):
-            if data.dtype in HALVES and len(args) == 2 and (args[1] in (-1, data.dim() - 1)) is over_last:
-                return call(*args, torch.float32).to(data.dtype)
-            return call(*args, **kwargs)
+        if data.dtype in HALVES and len(args) == 2 and (args[1] in (-1, data.dim() - 1)) is over_last:
+            return below(*args, torch.float32).to(data.dtype)
+        return below(*args, **kwargs)
 
     return rule
 

@@ -28,6 +28,18 @@ def policies_in_force() -> dict[str, Policy]:
     return _mappings[torch.get_autocast_dtype(_CARRIER)]
 
 
+def policies_of(number: torch.dtype) -> dict[str, Policy]:
+    """The mapping that ``number`` stands for. Do not change it."""
+    return _mappings[number]
+
+
+def fingerprint() -> str:
+    """What the policies in force in the calling thread say, as text that is equal in all processes."""
+    return "|".join(
+        f"{device}-{policy.fingerprint}" for device, policy in sorted(policies_in_force().items())
+    )
+
+
 class _Thread(threading.local):
     """How many regions the thread is in, and its state before the first of them."""
 

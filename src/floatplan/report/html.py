@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from floatplan.errors import FloatplanError, RunFolderError
+from floatplan.report.explanation import explanation_part
 from floatplan.report.numbers import COLUMNS, table_row
 from floatplan.report.page import SCRIPT, STYLE
 from floatplan.report.plots import Figure, figures
@@ -75,6 +76,7 @@ def render(run: Run) -> str:
             '<div class="figures">',
             *(_frame(figure) for figure in drawn),
             "</div>",
+            _explanations(run),
             "<h2>Machine and versions</h2>",
             _facts([("started", header.started), *header.machine.items(), *header.versions.items()]),
             f"<script>{get_plotlyjs()}</script>",
@@ -101,6 +103,18 @@ def _table(run: Run) -> str:
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         f'<p class="small">{escape(legend)}.{several}</p>'
     )
+
+
+def _explanations(run: Run) -> str:
+    """What ran in which precision, a part that opens for each row which has an explanation."""
+    if not run.explanations:
+        return ""
+    parts = "".join(
+        f"<details><summary>{escape(record.row)}: {escape(record.explanation.summary)}</summary>"
+        f"{explanation_part(record.explanation)}</details>"
+        for record in run.explanations
+    )
+    return f"<h2>What ran in which precision in one forward, and why</h2>{parts}"
 
 
 def _frame(figure: Figure) -> str:

@@ -31,6 +31,8 @@ ul { padding-left: 1.2rem; }
 .card.wide { grid-column: span 3; }
 .plot { height: 300px; }
 @media (max-width: 800px) { .card, .card.wide { grid-column: span 6; } }
+details { margin: .4rem 0 1rem; }
+summary { cursor: pointer; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
 """

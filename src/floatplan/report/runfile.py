@@ -14,7 +14,16 @@ from types import TracebackType
 from typing import Any, TextIO, TypeAlias
 
 from floatplan.errors import RunFolderError
-from floatplan.records import EpochRecord, FailureRecord, ResultRecord, RunHeader, RunRecord, StepRecord
+from floatplan.records import (
+    EpochRecord,
+    Explanation,
+    ExplanationRecord,
+    FailureRecord,
+    ResultRecord,
+    RunHeader,
+    RunRecord,
+    StepRecord,
+)
 
 RUN_FILE = "run.jsonl"
 REPORT_FILE = "report.html"
@@ -25,6 +34,7 @@ _KINDS: dict[str, type[_Line]] = {
     "epoch": EpochRecord,
     "result": ResultRecord,
     "failure": FailureRecord,
+    "explanation": ExplanationRecord,
 }
 _KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
 
@@ -38,6 +48,7 @@ class Run:
     epochs: tuple[EpochRecord, ...] = ()
     results: tuple[ResultRecord, ...] = ()
     failures: tuple[FailureRecord, ...] = ()
+    explanations: tuple[ExplanationRecord, ...] = ()
 
 
 class RunWriter:
@@ -108,6 +119,7 @@ def collect(header: RunHeader, records: list[RunRecord]) -> Run:
         tuple(record for record in records if isinstance(record, EpochRecord)),
         tuple(record for record in records if isinstance(record, ResultRecord)),
         tuple(record for record in records if isinstance(record, FailureRecord)),
+        tuple(record for record in records if isinstance(record, ExplanationRecord)),
     )
 
 
@@ -123,6 +135,8 @@ def parse_line(line: str) -> _Line:
     record_type = _KINDS[values.pop("kind")]
     if record_type is RunHeader and values.get("schema") != 1:
         raise ValueError(f"schema {values.get('schema')!r} in place of 1")
+    if record_type is ExplanationRecord:
+        values["explanation"] = Explanation.from_dict(values["explanation"])
     for field in fields(record_type):
         value = values.get(field.name)
         if isinstance(value, list):

@@ -51,7 +51,16 @@ class Comparison:
     def jobs(self) -> tuple[Job, ...]:
         """One training per seed and row; all rows of a seed in a row, so that drift hits each alike."""
         return tuple(
-            Job(self.task.name, row.name, seed, self.epochs, self.batch_size, str(self.device), self.data)
+            Job(
+                self.task.name,
+                row.name,
+                seed,
+                self.epochs,
+                self.batch_size,
+                str(self.device),
+                self.data,
+                explains=seed == self.seeds[0],
+            )
             for seed in self.seeds
             for row in self.rows
         )

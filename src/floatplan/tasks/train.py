@@ -12,7 +12,14 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from floatplan.records import EpochRecord, ResultRecord, RunRecord, StepRecord, StepResult
+from floatplan.records import (
+    EpochRecord,
+    ExplanationRecord,
+    ResultRecord,
+    RunRecord,
+    StepRecord,
+    StepResult,
+)
 from floatplan.tasks.memory import meter_for
 from floatplan.tasks.registry import task_named
 from floatplan.tasks.rows import Row, Scaler, make_scaler, notes_on, region, row_named
@@ -25,7 +32,10 @@ SECONDS_BETWEEN_RECORDS = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """What one process trains. Names and numbers only, so that it travels to another process."""
+    """What one process trains. Names and numbers only, so that it travels to another process.
+
+    ``explains``: tell at the end what ran in which precision, where floatplan's regions were in force.
+    """
 
     task: str
     row: str
@@ -34,6 +44,7 @@ class Job:
     batch_size: int
     device: str = "cpu"
     data: DataSource = field(default_factory=DataSource)
+    explains: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,9 @@ class _Step:
 
 
 def train(job: Job) -> Iterator[RunRecord]:
-    """Train and yield a `StepRecord` per step, an `EpochRecord` per epoch, and one `ResultRecord` last.
+    """Train and yield a `StepRecord` per step, an `EpochRecord` per epoch, and one `ResultRecord`.
+
+    An `ExplanationRecord` comes last, if the job asks for one.
 
     Weights, data order and learning rates depend on the task and the seed only, so that they are the same
     in each row.
@@ -114,6 +127,12 @@ def train(job: Job) -> Iterator[RunRecord]:
     skipped = sum(not step.stepped for step in steps)
     final_scale = None if setup.scaler is None else setup.scaler.get_scale()
     yield _result(epochs, skipped, final_scale, memory.peak(), notes)
+    if job.explains and row.library == "floatplan" and row.format != "fp32":
+        # Torch's rows stay clear of floatplan's kernels, which an explanation needs.
+        from floatplan.watch import explain
+
+        batch = train_set.inputs[: job.batch_size]
+        yield ExplanationRecord(row.name, explain(setup.model, batch, dtype=row.dtype, grad=True))
 
 
 def train_step(setup: Setup, inputs: Tensor, labels: Tensor) -> _Step:

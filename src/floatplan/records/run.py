@@ -1,0 +1,119 @@
+"""The lines of a run file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from floatplan.records.explanation import Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What was asked for and where it ran.
+
+    Attributes:
+        task: name of the task.
+        description: the task in a sentence.
+        rows: names of the rows, in table order.
+        seeds: one training per row and seed.
+        epochs: passes over the training images.
+        batch_size: images per step.
+        device: as in ``torch.device``.
+        started: ISO 8601 time with its zone.
+        versions: package name to version.
+        machine: what the report says about the machine, label to text.
+        schema: version of this file format.
+    """
+
+    task: str
+    description: str
+    rows: tuple[str, ...]
+    seeds: tuple[int, ...]
+    epochs: int
+    batch_size: int
+    device: str
+    started: str
+    versions: dict[str, str]
+    machine: dict[str, str]
+    schema: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step; ``step`` counts from 1 over the whole training.
+
+    ``scale`` is the one that this step used, ``None`` in rows without gradient scaling; ``reason`` says why
+    a step was skipped and is empty otherwise.
+    """
+
+    row: str
+    seed: int
+    epoch: int
+    step: int
+    loss: float
+    stepped: bool = True
+    scale: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """One epoch: seconds of training without evaluation, mean training loss, share of test images right."""
+
+    row: str
+    seed: int
+    epoch: int
+    images: int
+    seconds: float
+    train_loss: float
+    test_accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRecord:
+    """One finished training.
+
+    Attributes:
+        row: name of the row.
+        seed: its seed.
+        seconds_per_epoch: median over the epochs.
+        images_per_second: training images over ``seconds_per_epoch``.
+        peak_memory: bytes that training added at its peak; ``None`` where the system cannot tell.
+        train_loss: mean over the last epoch.
+        test_accuracy: after the last epoch, in [0, 1].
+        skipped_steps: steps that gradient scaling refused.
+        final_scale: loss scale at the end; ``None`` in rows without scaling.
+        notes: sentences on the precision that was really in force.
+    """
+
+    row: str
+    seed: int
+    seconds_per_epoch: float
+    images_per_second: float
+    peak_memory: int | None
+    train_loss: float
+    test_accuracy: float
+    skipped_steps: int
+    final_scale: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """A training that did not finish, and why in one line."""
+
+    row: str
+    seed: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExplanationRecord:
+    """What ran in which precision in one forward of a row's network, and why."""
+
+    row: str
+    explanation: Explanation
+
+
+RunRecord: TypeAlias = StepRecord | EpochRecord | ResultRecord | FailureRecord | ExplanationRecord
