@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from floatplan import _torch
-from floatplan.engine import cache, state, watched
+from floatplan.engine import cache, state, traced, watched
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.kernels import check_classes, ensure_registered
 from floatplan.engine.resumed import in_stretches
@@ -25,6 +25,7 @@ R = TypeVar("R")
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _said: set[tuple[str, torch.dtype]] = set()
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class _Outside(NamedTuple):
@@ -68,7 +69,11 @@ class autocast:
             without casts; or some operators stay in float32, once per device type and dtype.
     """
 
-    @_torch.not_compiled
+    # Of an object in a traced function: the regions of it that are open there, and its key (see `traced`).
+    _open: traced.Open | None = None
+    _key = ""
+
+    @_torch.only_inlined
     def __init__(
         self,
         device_type: str | torch.device | torch.Tensor,
@@ -80,6 +85,10 @@ class autocast:
         strict: bool = False,
         respect_upcast: bool = False,
     ) -> None:
+        if _is_traced():
+            device = _device_type(device_type)
+            self._make_traced(policy, device, dtype, enabled, cache_enabled, strict, respect_upcast)
+            return
         self.device = _device_type(device_type)
         self.fast_dtype = torch.get_autocast_dtype(self.device) if dtype is None else dtype
         self._strict = strict
@@ -99,6 +108,17 @@ class autocast:
         if self._enabled and not self._native:
             ensure_registered(self.device, self.policy)
             self._say_what_stays()
+
+    def _make_traced(self, policy: Policy | str, *others: Any) -> None:
+        made = floatplan_region(traced.name_of(policy) if isinstance(policy, Policy) else policy, *others)
+        if made is None:
+            self._make(policy, *others)
+        else:
+            self.device, self.fast_dtype, self._key = made
+
+    @traced.not_followed
+    def _make(self, policy: Policy | str, *others: Any) -> None:
+        vars(self).update(vars(_with_policy(policy, others)))
 
     def _can_be_had(self) -> bool:
         """Whether this machine can run the region; says so if not."""
@@ -134,16 +154,30 @@ class autocast:
             )
         _said.add((self.device, self.fast_dtype))
 
-    @_torch.not_compiled
+    def __getattr__(self, name: str) -> Any:
+        """For a region that was made in a traced function and came out of it with nothing but its key."""
+        if not self._key or "_outside" in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        device, _, *others = traced.region_of(self._key)._arguments
+        vars(self).update(vars(_rebuild(device, self.fast_dtype, *others)))
+        return getattr(self, name)
+
+    @_torch.only_inlined
     def __enter__(self) -> autocast:
+        if _is_traced():
+            self._open = traced.enter(self._key or traced.floatplan_key(self), self._open)
+            return self
         frames = self._outside.setdefault(threading.get_ident(), [])
         frames.append(self._begin())
         return self
 
-    @_torch.not_compiled
+    @_torch.only_inlined
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _is_traced():
+            self._open = traced.leave(self._open)
+            return
         thread = threading.get_ident()
         frames = self._outside.get(thread)
         if not frames:
@@ -183,15 +217,20 @@ class autocast:
         if stretches is not None:
             return stretches
 
+        key = self._key or traced.floatplan_key(self)
+
         @functools.wraps(function)
         def in_region(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _is_traced():
+                with traced.Inside(key):
+                    return function(*args, **kwargs)
             outside = self._begin()
             try:
                 return function(*args, **kwargs)
             finally:
                 self._end(outside)
 
-        return in_region
+        return traced.with_own_code(in_region)
 
     @_torch.not_compiled
     def _begin(self) -> _Outside:
@@ -261,6 +300,24 @@ class autocast:
     def __repr__(self) -> str:
         on = "" if self._enabled else ", enabled=False"
         return f"autocast({self.device!r}, dtype={self.fast_dtype}{on}, policy={self.policy.name!r})"
+
+
+@_torch.answered_while_traced
+def floatplan_region(policy: str, *others: Any) -> tuple[str, torch.dtype, str] | None:
+    """Device type, dtype and key of the region of these arguments; ``None`` if it cannot be made.
+
+    Runs while Dynamo traces.
+    """
+    try:
+        region = _with_policy(traced.policy_named(policy), others)
+        return region.device, region.fast_dtype, traced.floatplan_key(region)
+    except Exception:
+        return None  # It is made again, without the compiler, which says what is wrong.
+
+
+def _with_policy(policy: Policy | str, others: Any) -> autocast:
+    arguments: list[Any] = [*others[:4], policy, *others[4:]]
+    return _rebuild(*arguments)
 
 
 def _rebuild(
