@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -223,7 +223,7 @@ class CacheTag(str):
     in_force: Callable[[], str]
 
     def __str__(self) -> str:
-        return f"{str.__str__(self)}|{self.in_force()}"
+        return "|".join((str.__str__(self), *_marks, self.in_force()))
 
     def __format__(self, spec: str) -> str:
         return format(str(self), spec)
@@ -243,15 +243,19 @@ def compile_cache_tag() -> str:
     return str(torch.compiler.config.cache_key_tag)
 
 
-def mark_compile_caches(mark: str, in_force: Callable[[], str]) -> None:
-    """Add ``mark`` and what ``in_force()`` says to that tag: kernels of ours change what a graph means.
+_marks: dict[str, None] = {}
 
-    A tag of the user's own is kept. Setting the value reaches the calling thread only, so the mark goes into
-    the entry's defaults.
+
+def mark_compile_caches(marks: Iterable[str], in_force: Callable[[], str]) -> None:
+    """Add ``marks`` and what ``in_force()`` says to that tag: kernels of ours change what a graph means.
+
+    A tag of the user's own is kept. Setting the value reaches the calling thread only, so it goes into the
+    entry's defaults.
     """
+    _marks.update(dict.fromkeys(marks))
 
     def marked(tag: str) -> CacheTag:
-        tag = CacheTag(f"{str.__str__(tag)}|{mark}")
+        tag = CacheTag(tag)
         tag.in_force = in_force
         return tag
 
@@ -276,17 +280,37 @@ _tag_of_thread: Callable[[], object] = _TAG.user_override.get
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def not_compiled(function: Function) -> Function:
+def not_compiled(function: Function, *, reason: str = "floatplan works here") -> Function:
     """A call of ``function`` cuts a compiled function; it runs as plain Python, with all that it calls.
 
-    Does what ``torch.compiler.disable`` does, without the seconds that importing the compiler takes. Dynamo
-    would trace the writes to autocast's state as calls without a result and then remove them.
+    Where a cut is refused, torch gives ``reason``. Does what ``torch.compiler.disable`` does, without the
+    seconds that importing the compiler takes. Dynamo would trace the writes to autocast's state as calls
+    without a result and then remove them.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "floatplan works here"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return only_inlined(function)
+
+
+def only_inlined(function: Function) -> Function:
+    """Dynamo traces ``function`` where a function that it compiles calls it, and does not compile it itself.
+
+    Compiled by itself, what enters a region would be a graph that leaves the thread's state as it was.
+    """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameAction.SKIP
     compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    return function
+
+
+def answered_while_traced(function: Function) -> Function:
+    """Dynamo calls ``function`` while it traces and takes the result, strings and dtypes, for a constant.
+
+    Does what ``torch.compiler.assume_constant_result`` does, without importing the compiler. Objects among
+    the arguments are guarded by identity; the thread's autocast state is guarded anyway. The result becomes
+    a global of the module that is traced, under the name of ``function``.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

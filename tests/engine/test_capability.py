@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import floatplan as fp
-from floatplan.engine import precision_notes, region
+from floatplan.engine import precision_notes, settings
 from floatplan.engine.capability import Capability, slow_kernel
 from floatplan.errors import PrecisionWarning
 from floatplan.policy import Kind
@@ -39,7 +39,7 @@ def test_the_table(kind: Kind, dtype: torch.dtype, has: Capability, slow: bool) 
 def test_an_fp16_convolution_on_a_cpu_stays_in_float32_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(region, "_said", set())
+    monkeypatch.setattr(settings, "_said", set())
     x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
     with pytest.warns(
         PrecisionWarning, match=r"convolutions stay in float32 in place of float16: no CPU has"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import floatplan as fp
-from floatplan.engine import region as region_module
+from floatplan.engine import settings
 from floatplan.errors import DeviceError, PrecisionWarning
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -137,7 +137,7 @@ def test_gradients_flow_through_a_respected_upcast() -> None:
 
 @pytest.mark.trouble("T76")
 def test_strict_raises_where_the_asked_precision_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_module, "_said", {("cpu", FP16)})
+    monkeypatch.setattr(settings, "_said", {("cpu", FP16)})
     with pytest.raises(DeviceError, match="convolutions stay in float32 in place of float16"):
         fp.autocast("cpu", dtype=FP16, strict=True)
     fp.autocast("cpu", dtype=FP16)  # said before

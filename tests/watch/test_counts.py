@@ -114,7 +114,8 @@ class Thrice(nn.Module):
 
 @pytest.mark.trouble("T105")
 def test_shared_copies_count_once_and_torchs_recasts_each_time() -> None:
-    ours, theirs = (fp.explain(Thrice(), torch.ones(128, 128), policy=policy) for policy in ("unified", "torch"))
+    x = torch.ones(128, 128)
+    ours, theirs = (fp.explain(Thrice(), x, policy=policy) for policy in ("unified", "torch"))
     assert [(row.times, row.casts) for row in ours.rows if row.module == "inner"] == [(3, 2)]
     assert [(row.times, row.casts) for row in theirs.rows if row.module == "inner"] == [(3, 6)]
 

@@ -8,27 +8,27 @@ reduce to the original class, are plain modules, while DataParallel replicas, wh
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from floatplan import policy
 from floatplan.engine import state
-from floatplan.engine.region import _device_type, autocast
+from floatplan.engine.casting import HALVES
+from floatplan.engine.region import autocast
+from floatplan.engine.settings import device_type_of
+from floatplan.engine.trees import cast_tree
 from floatplan.errors import PlanError
 from floatplan.formats import format_of
 from floatplan.policy import Decision, Policy
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Plan(policy.Plan):
@@ -70,7 +70,7 @@ class Plan(policy.Plan):
         for place in places:
             _check_can_carry(place)
         device = _device_of(model) if device_type is None else device_type
-        _swap(list(_classes(places, _device_type(device))))
+        _swap(list(_classes(places, device_type_of(device))))
 
     @staticmethod
     def remove(model: nn.Module) -> None:
@@ -310,24 +310,10 @@ def _copy_plainly(original: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _widen(value: Any, device_type: str) -> Any:
-    """``value`` with 16-bit tensors of the device as float32, at any depth; itself where it has none."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALVES and value.device.type == device_type else value
-    if isinstance(value, Mapping):
-        wide = {key: _widen(item, device_type) for key, item in value.items()}
-        changed = {key: item for key, item in wide.items() if item is not value[key]}
-        if not changed or type(value) is dict:
-            return wide if changed else value
-        result: Any = copy.copy(value)
-        for key, item in changed.items():
-            result[key] = item
-        return result
-    if isinstance(value, (list, tuple)):
-        items = [_widen(item, device_type) for item in value]
-        if all(item is before for item, before in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    """``value`` with 16-bit tensors of the device as float32, at any depth."""
+    return cast_tree(
+        value, lambda tensor: tensor.dtype in HALVES and tensor.device.type == device_type, torch.float32
+    )
 
 
 # --- The change -------------------------------------------------------------------------------------------

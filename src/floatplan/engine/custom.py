@@ -9,7 +9,8 @@ from typing import Any, TypeVar, overload
 import torch
 
 from floatplan.engine import state
-from floatplan.engine.region import _device_type, autocast
+from floatplan.engine.region import autocast
+from floatplan.engine.settings import device_type_of
 from floatplan.engine.trees import cast_tree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,7 +38,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
 
     The state of the region (on, dtype, policy) is kept on the context, where `custom_bwd` finds it.
     """
-    device = _device_type(device_type)
+    device = device_type_of(device_type)
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
@@ -71,7 +72,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         bwd: the backward; its first argument is the context that `custom_fwd` (or torch's) wrote to.
         device_type: "cpu" or "cuda".
     """
-    device = _device_type(device_type)
+    device = device_type_of(device_type)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
 

@@ -10,7 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from floatplan import _torch
-from floatplan.engine.region import LOW_DTYPES, autocast
+from floatplan.engine import traced
+from floatplan.engine.casting import HALVES
+from floatplan.engine.region import autocast
 from floatplan.engine.resumed import in_stretches
 from floatplan.engine.trees import cast_tree, tensors_in
 from floatplan.policy import Policy
@@ -30,16 +32,19 @@ class full_precision:
         policy: the operators' classes are this policy's, with whatever it casts cast to float32.
     """
 
+    @_torch.only_inlined
     def __init__(self, *, cast_outputs: bool = False, policy: Policy | str = "unified") -> None:
         self._cast_outputs = cast_outputs
         devices = [device for device in _torch.AUTOCAST_KEYS if device != "cuda" or torch.cuda.is_available()]
         self._regions = [autocast(device, dtype=torch.float32, policy=policy) for device in devices]
 
+    @_torch.only_inlined
     def __enter__(self) -> full_precision:
         for region in self._regions:
             region.__enter__()
         return self
 
+    @_torch.only_inlined
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -62,18 +67,24 @@ class full_precision:
                 )
             return stretches
 
+        keys = tuple(region._key or traced.floatplan_key(region) for region in self._regions)
+
         @functools.wraps(function)
         def in_full_precision(*args: P.args, **kwargs: P.kwargs) -> R:
             low = next(filter(_is_low, tensors_in((args, kwargs))), None) if self._cast_outputs else None
             up_args, up_kwargs = _taken_up(args, kwargs)
-            outside = self._begin()
-            try:
-                result = function(*up_args, **up_kwargs)
-            finally:
-                self._end(outside)
+            if torch.compiler.is_dynamo_compiling():
+                with traced.Inside(*keys):
+                    result = function(*up_args, **up_kwargs)
+            else:
+                outside = self._begin()
+                try:
+                    result = function(*up_args, **up_kwargs)
+                finally:
+                    self._end(outside)
             return result if low is None else cast_tree(result, _is_float32, low.dtype)
 
-        return in_full_precision
+        return traced.with_own_code(in_full_precision)
 
     def _begin(self) -> list[Any]:
         return [region._begin() for region in self._regions]
@@ -90,7 +101,7 @@ def _taken_up(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _is_low(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in LOW_DTYPES
+    return tensor.dtype in HALVES
 
 
 def _is_float32(tensor: torch.Tensor) -> bool:

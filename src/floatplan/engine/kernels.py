@@ -59,9 +59,10 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
         _ready.update((name, device_type) for name in needed)
 
 
-def mark_compile_caches() -> None:
+def mark_compile_caches(*marks: str) -> None:
     """Graphs on disk must not cross to or from plain torch, nor between policies or versions of the table."""
-    _torch.mark_compile_caches(f"floatplan-{__version__}-{Policy.unified().fingerprint}", state.fingerprint)
+    ours = f"floatplan-{__version__}-{Policy.unified().fingerprint}"
+    _torch.mark_compile_caches((ours, *marks), state.fingerprint)
 
 
 @functools.cache

@@ -6,25 +6,23 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from floatplan import _torch
-from floatplan.engine import cache, state, watched
-from floatplan.engine.capability import precision_notes
-from floatplan.engine.kernels import check_classes, ensure_registered, mark_compile_caches
+from floatplan.engine import cache, state, traced, watched
+from floatplan.engine.kernels import mark_compile_caches
 from floatplan.engine.resumed import in_stretches
-from floatplan.errors import DeviceError, FloatplanWarning, PolicyError, PrecisionWarning, RegionError
+from floatplan.engine.settings import device_type_of, settings_of
+from floatplan.errors import FloatplanWarning, RegionError
 from floatplan.policy import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LOW_DTYPES = (torch.bfloat16, torch.float16)
-_said: set[tuple[str, torch.dtype]] = set()
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class _Outside(NamedTuple):
@@ -35,136 +33,6 @@ class _Outside(NamedTuple):
     cache_enabled: bool
     number: torch.dtype
     casts_since: int | None
-
-
-class _Asked(NamedTuple):
-    """The arguments of a region."""
-
-    device_type: str
-    dtype: Any
-    enabled: bool
-    cache_enabled: bool | None
-    policy: Policy | str
-    strict: bool
-    respect_upcast: bool
-
-
-class _Settings:
-    """What follows from the arguments of a region; regions with equal arguments share it.
-
-    Attributes:
-        asked: the arguments, with the device type as a plain word.
-        device: that word.
-        dtype: the low-precision format.
-        policy: the policy, with what the other arguments change in it.
-        enabled: the region casts: it was asked to, and this machine can.
-        ours: it does so by kernels of ours.
-        keeps_casts: the cast cache of the region is on.
-        entries: what to put into the thread's state (a policies' number, and torch's flag of its own cast
-            cache), by what is found there.
-    """
-
-    def __init__(self, asked: _Asked, dtype: torch.dtype) -> None:
-        self.asked, self.dtype = asked, dtype
-        self.device = device = asked.device_type
-        self.policy = _policy(asked.policy, device)
-        if asked.respect_upcast:
-            self.policy = replace(self.policy, respect_upcast=True, native_device="")
-        if dtype is torch.float32 and self.policy.native_device != device:
-            self.policy = self.policy.in_full_precision()
-        native = self.policy.native_device == device
-        problem = _problem(device, dtype, native) if asked.enabled else None
-        if problem is not None:
-            self.say(
-                f"autocast({device!r}) is disabled: {problem}. Operators run in the dtypes they are given"
-            )
-        self.enabled = bool(asked.enabled) and problem is None
-        self.ours = self.enabled and not native
-        self.keeps_casts = self.ours and asked.cache_enabled is not False
-        # A mistake in a policy shows wherever it is used, not only where the region can be had.
-        check_classes(self.policy)
-        if self.ours:
-            ensure_registered(device, self.policy)
-        self.entries: dict[tuple[torch.dtype, bool], tuple[torch.dtype, bool]] = {}
-        self.can_be_shared = problem is None
-
-    def say(self, message: str) -> None:
-        """Warn, or raise under ``strict``."""
-        if self.asked.strict:
-            raise DeviceError(message)
-        warnings.warn(message, PrecisionWarning, stacklevel=6)
-
-    def say_what_stays(self) -> None:
-        """Precision is not changed in silence: name what stays in float32, once."""
-        device = self.device
-        if self.policy.slow_kernels or ((device, self.dtype) in _said and not self.asked.strict):
-            return
-        notes = precision_notes(device, self.dtype, self.policy)
-        if notes:
-            self.say(
-                f"in this autocast region on {device}: {'; '.join(notes)}. "
-                "Policy.unified(slow_kernels=True) runs them in the low format all the same"
-            )
-        _said.add((device, self.dtype))
-
-    def entry(self, number: torch.dtype, cache_enabled: bool) -> tuple[torch.dtype, bool]:
-        """What the region puts into the thread's state, by what is there.
-
-        Torch's cast cache is as asked, else as around the region. It is off wherever our kernels work, on
-        any device: that is how they know their regions. Around a region in one of ours it is off for that
-        reason, not because somebody asked for it.
-
-        Raises:
-            RegionError: more different policies than there are numbers.
-        """
-        device = self.device
-        before = state.policies_of(number)
-        after = {other: policy for other, policy in before.items() if other != device}
-        if self.enabled:
-            after[device] = self.policy
-        if state.has_kernels_of_ours(after):
-            keeps_casts = False
-        elif self.asked.cache_enabled is not None:
-            keeps_casts = bool(self.asked.cache_enabled)
-        else:
-            keeps_casts = cache_enabled or state.has_kernels_of_ours(before)
-        entered = state.number_of(watched.policies_to_enter(after)), keeps_casts
-        if not watched.is_watched():
-            self.entries[number, cache_enabled] = entered
-            if self.enabled and not keeps_casts:
-                state.remember_use(device, self.policy)
-        return entered
-
-
-_known: dict[tuple[Any, ...], _Settings] = {}
-
-
-def _settings(arguments: tuple[Any, ...]) -> _Settings:
-    """The settings of a region. A training loop asks for the same in every step."""
-    try:
-        known = _known.get(arguments)
-    except TypeError:  # an argument that cannot be looked up is a wrong one, and is named below
-        known = None
-    if known is None:
-        asked = _Asked(_device_type(arguments[0]), *arguments[1:])
-        is_default = asked.dtype is None
-        known = _Settings(asked, torch.get_autocast_dtype(asked.device_type) if is_default else asked.dtype)
-        if known.can_be_shared and not is_default and isinstance(arguments[0], str):
-            _known[arguments] = known
-    return known
-
-
-def _problem(device: str, dtype: object, native: bool) -> str | None:
-    """Why this machine cannot run a region, if it cannot."""
-    if not isinstance(dtype, torch.dtype):
-        raise RegionError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        return "CUDA is not available here"
-    if dtype is torch.float32 and native:
-        return "torch's own table has no float32 regions (policy='unified' has)"
-    if dtype not in (*LOW_DTYPES, torch.float32):
-        return f"{dtype} is not a low-precision dtype (torch.bfloat16 or torch.float16)"
-    return None
 
 
 class autocast:
@@ -197,7 +65,11 @@ class autocast:
             without casts; or some operators stay in float32, once per device type and dtype.
     """
 
-    @_torch.not_compiled
+    # Of an object in a traced function: the regions of it that are open there, and its key (see `traced`).
+    _open: traced.Open | None = None
+    _key = ""
+
+    @_torch.only_inlined
     def __init__(
         self,
         device_type: str | torch.device | torch.Tensor,
@@ -209,23 +81,52 @@ class autocast:
         strict: bool = False,
         respect_upcast: bool = False,
     ) -> None:
+        if _is_traced():
+            device = device_type_of(device_type)
+            self._make_traced(policy, device, dtype, enabled, cache_enabled, strict, respect_upcast)
+            return
         arguments = (device_type, dtype, enabled, cache_enabled, policy, strict, respect_upcast)
-        self._settings = settings = _settings(arguments)
+        self._settings = settings = settings_of(arguments)
         self.device, self.fast_dtype, self.policy = settings.device, settings.dtype, settings.policy
         self._outside: dict[int, list[_Outside]] = {}
         if settings.ours:
             settings.say_what_stays()
 
-    @_torch.not_compiled
+    def _make_traced(self, policy: Policy | str, *others: Any) -> None:
+        made = floatplan_region(traced.name_of(policy) if isinstance(policy, Policy) else policy, *others)
+        if made is None:
+            self._make(policy, *others)
+        else:
+            self.device, self.fast_dtype, self._key = made
+
+    @traced.not_followed
+    def _make(self, policy: Policy | str, *others: Any) -> None:
+        vars(self).update(vars(_with_policy(policy, others)))
+
+    def __getattr__(self, name: str) -> Any:
+        """For a region that was made in a traced function and came out of it with nothing but its key."""
+        if not self._key or "_outside" in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        asked = traced.region_of(self._key)._settings.asked
+        vars(self).update(vars(_rebuild(*asked._replace(dtype=self.fast_dtype))))
+        return getattr(self, name)
+
+    @_torch.only_inlined
     def __enter__(self) -> autocast:
+        if _is_traced():
+            self._open = traced.enter(self._key or traced.floatplan_key(self), self._open)
+            return self
         frames = self._outside.setdefault(threading.get_ident(), [])
         frames.append(self._begin())
         return self
 
-    @_torch.not_compiled
+    @_torch.only_inlined
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _is_traced():
+            self._open = traced.leave(self._open)
+            return
         thread = threading.get_ident()
         frames = self._outside.get(thread)
         if not frames:
@@ -265,15 +166,20 @@ class autocast:
         if stretches is not None:
             return stretches
 
+        key = self._key or traced.floatplan_key(self)
+
         @functools.wraps(function)
         def in_region(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _is_traced():
+                with traced.Inside(key):
+                    return function(*args, **kwargs)
             outside = self._begin()
             try:
                 return function(*args, **kwargs)
             finally:
                 self._end(outside)
 
-        return in_region
+        return traced.with_own_code(in_region)
 
     @_torch.not_compiled
     def _begin(self) -> _Outside:
@@ -321,6 +227,24 @@ class autocast:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}{on}, policy={self.policy.name!r})"
 
 
+@_torch.answered_while_traced
+def floatplan_region(policy: str, *others: Any) -> tuple[str, torch.dtype, str] | None:
+    """Device type, dtype and key of the region of these arguments; ``None`` if it cannot be made.
+
+    Runs while Dynamo traces.
+    """
+    try:
+        region = _with_policy(traced.policy_named(policy), others)
+        return region.device, region.fast_dtype, traced.floatplan_key(region)
+    except Exception:
+        return None  # It is made again, without the compiler, which says what is wrong.
+
+
+def _with_policy(policy: Policy | str, others: Any) -> autocast:
+    arguments: list[Any] = [*others[:4], policy, *others[4:]]
+    return _rebuild(*arguments)
+
+
 def _rebuild(
     device_type: str,
     dtype: torch.dtype | None,
@@ -339,34 +263,3 @@ def _rebuild(
         strict=strict,
         respect_upcast=respect_upcast,
     )
-
-
-def _device_type(device: str | torch.device | torch.Tensor) -> str:
-    if isinstance(device, torch.Tensor):
-        device = device.device
-    if isinstance(device, torch.device):
-        device = device.type
-    if not isinstance(device, str):
-        raise RegionError(
-            f"device_type must be a string, a torch.device or a tensor, got {type(device).__name__}"
-        )
-    known = _torch.AUTOCAST_KEYS
-    if device in known:
-        return device
-    device = device.partition(":")[0]
-    if device not in known:
-        raise RegionError(
-            f"no floatplan region for device type {device!r}; there are kernels for: {', '.join(known)}. "
-            "For another device use torch.autocast"
-        )
-    return device
-
-
-def _policy(policy: Policy | str, device_type: str) -> Policy:
-    if isinstance(policy, Policy):
-        return policy
-    if policy == "unified":
-        return Policy.unified()
-    if policy == "torch":
-        return Policy.torch(device_type)
-    raise PolicyError(f"policy must be 'unified', 'torch' or a Policy, got {policy!r}")

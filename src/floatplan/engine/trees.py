@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,16 +11,28 @@ from torch import Tensor
 
 
 def cast_tree(value: Any, chosen: Callable[[Tensor], bool], dtype: torch.dtype) -> Any:
-    """A tree of tuples, lists and mappings with every tensor that is ``chosen`` in ``dtype``."""
+    """A tree of tuples, lists and mappings with every tensor that is ``chosen`` in ``dtype``.
+
+    Containers keep their types (a mapping that cannot be changed becomes a dict); one that holds none of
+    those tensors is returned itself.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if chosen(value) else value
+    if not any(map(chosen, tensors_in(value))):
+        return value
     if isinstance(value, Mapping):
-        return {key: cast_tree(item, chosen, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_tree(item, chosen, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(cast_tree(item, chosen, dtype) for item in value)
-    return value
+        cast = {key: cast_tree(item, chosen, dtype) for key, item in value.items()}
+        if type(value) is dict:
+            return cast
+        try:
+            result: Any = copy.copy(value)
+            for key, item in cast.items():
+                result[key] = item
+        except TypeError:  # a mapping that cannot be changed
+            return cast
+        return result
+    items = [cast_tree(item, chosen, dtype) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
