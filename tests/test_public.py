@@ -29,6 +29,7 @@ def test_public_names() -> None:
         "__version__",
         "autocast",
         "cast_cache",
+        "current_precision",
         "custom_bwd",
         "custom_fwd",
         "explain",

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from floatplan._version import __version__
 
 if TYPE_CHECKING:
-    from floatplan.engine import Plan, autocast, cast_cache, custom_bwd, custom_fwd, full_precision
+    from floatplan.engine import (
+        Plan,
+        autocast,
+        cast_cache,
+        current_precision,
+        custom_bwd,
+        custom_fwd,
+        full_precision,
+    )
     from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
@@ -30,6 +38,7 @@ _HOMES = {
     "StepResult": "floatplan.records",
     "autocast": "floatplan.engine",
     "cast_cache": "floatplan.engine",
+    "current_precision": "floatplan.engine",
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
     "explain": "floatplan.watch",
@@ -51,6 +60,7 @@ __all__ = [
     "__version__",
     "autocast",
     "cast_cache",
+    "current_precision",
     "custom_bwd",
     "custom_fwd",
     "explain",

@@ -138,6 +138,14 @@ def recomputes() -> bool:
     return False
 
 
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """A number for the backward pass that calls this, on its thread; `NO_BACKWARD` outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 # --- Cast cache ---------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from floatplan.engine.cache import CastCache, CastCopy, cast_cache
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.custom import custom_bwd, custom_fwd
 from floatplan.engine.full import full_precision
-from floatplan.engine.region import autocast
+from floatplan.engine.region import autocast, current_precision
 
 __all__ = [
     "CastCache",
@@ -13,6 +13,7 @@ __all__ = [
     "Plan",
     "autocast",
     "cast_cache",
+    "current_precision",
     "custom_bwd",
     "custom_fwd",
     "full_precision",

@@ -208,7 +208,10 @@ class _Attached:
     _floatplan_decision: ClassVar[Decision]
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Stops here: a registry that the original keeps of its subclasses should not get this one."""
+        """Stops here: a registry that the original keeps of its subclasses should not get this one.
+
+        A hook that wraps ``forward`` is called by `_generate`.
+        """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, wherever the own one stands in what ``copy`` and ``pickle`` ask for."""
@@ -271,7 +274,21 @@ def _generate(
             if hasattr(original, name):
                 namespace[name] = _copy_plainly(original, name)
 
-    return types.new_class(original.__name__, (_Attached, original), exec_body=body)
+    cls = types.new_class(original.__name__, (_Attached, original), exec_body=body)
+    hook = getattr(original.__init_subclass__, "__func__", None)
+    if hook is not None and _wraps_forward(hook, original):
+        hook(cls)
+    return cls
+
+
+def _wraps_forward(hook: Any, original: type[nn.Module]) -> bool:
+    """Whether ``__init_subclass__`` wraps each subclass's ``forward`` and has wrapped this one.
+
+    Layers of transformers (from 5 on) checkpoint in such a wrapper where it is the outermost, which on the
+    generated class it must be again.
+    """
+    made_there = getattr(getattr(hook, "__code__", None), "co_consts", ())
+    return getattr(original.forward, "__code__", None) in made_there
 
 
 def _forward_in(

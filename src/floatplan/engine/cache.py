@@ -157,12 +157,15 @@ def enter(caching: bool) -> int | None:
 
 
 def leave(before: int | None) -> None:
-    """The region ends. At the end of the outermost one only the copies of large weights stay."""
+    """The region ends. Where none around it can use its copies only those of large weights stay."""
     copies = _local.copies
     copies.depth -= 1
-    copies.since = before
-    if copies.depth == 0 and copies.entries:
-        copies.entries = {key: entry for key, entry in copies.entries.items() if entry.layout}
+    since, copies.since = copies.since, before if copies.depth else None
+    if copies.since is None and copies.entries:
+        after = since if copies.depth and since is not None else 0
+        copies.entries = {
+            key: entry for key, entry in copies.entries.items() if entry.layout or entry.stamp < after
+        }
 
 
 @contextmanager
@@ -197,7 +200,7 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
     ):
         return convert(source, dtype)
     owner, part = source, None
-    if not source.is_leaf and source._is_view() and (base := source._base) is not None and _is_weight(base):
+    if source._is_view() and (base := source._base) is not None and _is_weight(base):
         owner, part = base, (source.storage_offset(), source.shape, source.stride())
     key = (id(owner), dtype, part)
     entries = copies.entries

@@ -25,7 +25,7 @@ from floatplan.engine.rules import Rule, make_rule
 from floatplan.errors import PolicyError, nearest
 from floatplan.policy import OPERATORS, OpClass, Policy, packet
 
-_CARRIER = _torch.CARRIER
+_CARRIER, NO_BACKWARD = _torch.CARRIER, _torch.NO_BACKWARD
 CASTS = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::_autocast_to_full_precision")
 _lock = threading.RLock()
 _libraries: dict[str, torch.library.Library] = {}
@@ -133,6 +133,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
     rules: dict[torch.dtype, Rule] = {}
     number_in_force = torch.get_autocast_dtype
     keeps_casts, watchers = torch.is_autocast_cache_enabled, watched.watchers
+    backward = _torch.current_backward
 
     def left_alone(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if has_numbers(args):
@@ -155,7 +156,10 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
             if policy.native_device == device_type:
                 rule = without_policy
             else:
-                rule = make_rule(op, overload, policy, device_type, native) or left_alone
+                rule = make_rule(op, overload, policy, device_type, native)
+                if rule is None:
+                    is_ours = overload in OPERATORS or policy.names(overload)
+                    rule = left_alone if is_ours else as_before
                 if isinstance(policy, watched.WatchedPolicy):
                     rule = telling(rule, watched.Met(overload, device_type, policy))
             rules[number] = rule
@@ -184,6 +188,9 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
             if policy is None:
                 return without_policy(keys, args, kwargs)
             rule = rule_of(number, policy)
+        if backward() != NO_BACKWARD and rule is not without_policy and state.entered_before_backward():
+            # The gradients of a forward have the formats that it chose, wherever the backward runs.
+            rule = left_alone
         return rule(keys, args, kwargs)
 
     return kernel

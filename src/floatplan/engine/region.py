@@ -33,6 +33,7 @@ class _Outside(NamedTuple):
     cache_enabled: bool
     number: torch.dtype
     casts_since: int | None
+    backward: int
 
 
 class autocast:
@@ -197,8 +198,8 @@ class autocast:
         if not _torch.compile_caches_marked():
             mark_compile_caches()
         casts_since = cache.enter(settings.keeps_casts)
-        outside = _Outside(enabled, torch.get_autocast_dtype(device), around[1], around[0], casts_since)
-        state.region_entered(*around)
+        backward, dtype = state.region_entered(*around), torch.get_autocast_dtype(device)
+        outside = _Outside(enabled, dtype, around[1], around[0], casts_since, backward)
         state.set_in_force(number)
         torch.set_autocast_enabled(device, settings.enabled)
         torch.set_autocast_dtype(device, settings.dtype)
@@ -208,12 +209,12 @@ class autocast:
 
     @_torch.not_compiled
     def _end(self, outside: _Outside) -> None:
-        enabled, dtype, cache_enabled, number, casts_since = outside
+        enabled, dtype, cache_enabled, number, casts_since, backward = outside
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(self.device, enabled)
         torch.set_autocast_dtype(self.device, dtype)
-        number, cache_enabled = state.region_left(number, cache_enabled)
+        number, cache_enabled = state.region_left(number, cache_enabled, backward)
         torch.set_autocast_cache_enabled(cache_enabled)
         state.set_in_force(number)
         cache.leave(casts_since)
@@ -243,6 +244,19 @@ def floatplan_region(policy: str, *others: Any) -> tuple[str, torch.dtype, str] 
 def _with_policy(policy: Policy | str, others: Any) -> autocast:
     arguments: list[Any] = [*others[:4], policy, *others[4:]]
     return _rebuild(*arguments)
+
+
+def current_precision(device: str | torch.device | torch.Tensor) -> torch.dtype | None:
+    """The dtype of the innermost region in force on a device, of floatplan or of torch; None outside.
+
+    Args:
+        device: a device type ("cuda:0" will do), a ``torch.device`` or a tensor that lies there.
+
+    Raises:
+        RegionError: a device type that floatplan has no kernels for.
+    """
+    kind = device_type_of(device)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _rebuild(

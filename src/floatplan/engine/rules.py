@@ -113,7 +113,8 @@ def make_rule(
 
     if overload in STATISTICS:
         return _writing_back(below, cast, STATISTICS[overload])
-    if native is not None and OPERATORS[overload].torch[device_type] is op_class:
+    row = OPERATORS.get(overload)
+    if native is not None and row is not None and row.torch.get(device_type) is op_class:
         if op_class is OpClass.FP32:
             return _widened_by_torch(device_type, rule, native)
         if op_class is OpClass.LOWER and not (policy.respect_upcast or masked or _takes_lists(op)):

@@ -41,23 +41,31 @@ def fingerprint() -> str:
 
 
 class _Thread(threading.local):
-    """How many regions the thread is in, and its state before the first of them."""
+    """How many regions the thread is in, and its state before the first of them.
+
+    Attributes:
+        backward: the backward pass in which the innermost region was entered, if in any.
+    """
 
     depth = 0
     before_all: tuple[torch.dtype, bool] | None = None
+    backward = _torch.NO_BACKWARD
 
 
 _thread = _Thread()
 
 
-def region_entered(number: torch.dtype, cache_enabled: bool) -> None:
-    """Note the thread's state before a region."""
+def region_entered(number: torch.dtype, cache_enabled: bool) -> int:
+    """Note the thread's state before a region. What it returns goes to `region_left`."""
     if _thread.depth == 0:
         _thread.before_all = number, cache_enabled
     _thread.depth += 1
+    backward = _thread.backward
+    _thread.backward = _torch.current_backward()
+    return backward
 
 
-def region_left(number: torch.dtype, cache_enabled: bool) -> tuple[torch.dtype, bool]:
+def region_left(number: torch.dtype, cache_enabled: bool, backward: int) -> tuple[torch.dtype, bool]:
     """The state to restore: the region's own, or that before all regions when this was the last.
 
     Regions need not be left in the order of entering (generators, tasks). What the last one to be left saw
@@ -65,6 +73,7 @@ def region_left(number: torch.dtype, cache_enabled: bool) -> tuple[torch.dtype, 
     later region shows.
     """
     _thread.depth -= 1
+    _thread.backward = backward
     if _thread.depth > 0 or _thread.before_all is None:
         return number, cache_enabled
     return _thread.before_all
@@ -142,6 +151,11 @@ def policy_here(device_type: str) -> Policy | None:
         policy = policies_in_force().get(device_type)
         return policy if policy is not None and policy.native_device == device_type else None
     return policies_in_force().get(device_type) or recomputed_policy(device_type)
+
+
+def entered_before_backward() -> bool:
+    """Whether the backward pass that runs here began inside of the region, which is not recomputed."""
+    return _torch.current_backward() != _thread.backward and not _torch.recomputes()
 
 
 def set_in_force(number: torch.dtype) -> None:

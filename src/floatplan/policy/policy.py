@@ -128,6 +128,10 @@ class Policy:
             return overrides[packet(overload)]
         return self._classes.get(overload)
 
+    def names(self, overload: str) -> bool:
+        """Whether `with_ops` named ``overload`` or all overloads of its operator."""
+        return overload in self._overrides or packet(overload) in self._overrides
+
     @property
     def named_ops(self) -> tuple[str, ...]:
         """Operators that `with_ops` named, which may lie outside the table."""
