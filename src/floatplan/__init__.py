@@ -22,12 +22,15 @@ if TYPE_CHECKING:
         full_precision,
     )
     from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
+    from floatplan.loop import Amp
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
     from floatplan.scaling import GradScaler
+    from floatplan.step.settings import Settings
     from floatplan.watch import explain
 
 _HOMES = {
+    "Amp": "floatplan.loop",
     "Explanation": "floatplan.records",
     "FloatplanError": "floatplan.errors",
     "FloatplanWarning": "floatplan.errors",
@@ -35,6 +38,7 @@ _HOMES = {
     "Plan": "floatplan.engine",
     "Policy": "floatplan.policy",
     "PrecisionWarning": "floatplan.errors",
+    "Settings": "floatplan.step.settings",
     "StepResult": "floatplan.records",
     "autocast": "floatplan.engine",
     "cast_cache": "floatplan.engine",
@@ -49,6 +53,7 @@ _HOMES = {
 _NAMESPACES = ("amp", "cpu", "cuda")
 
 __all__ = [
+    "Amp",
     "Explanation",
     "FloatplanError",
     "FloatplanWarning",
@@ -56,6 +61,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PrecisionWarning",
+    "Settings",
     "StepResult",
     "__version__",
     "autocast",

@@ -5,6 +5,7 @@ FloatplanError
 ├── PlanError (also ValueError)          a plan that cannot be read or does not fit the model
 ├── RegionError (also RuntimeError)      a region that cannot be entered, or cannot tell its policy
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
+├── StepError (also RuntimeError)        calls of a training step in an order that would corrupt it
 ├── TaskError (also ValueError)          a task, row or option of a command that does not exist
 ├── DataError (also OSError)             data that is missing or cannot be read
 └── RunFolderError (also OSError)        a run folder that cannot be written or read
@@ -40,6 +41,10 @@ class RegionError(FloatplanError, RuntimeError):
 
 class DeviceError(FloatplanError, RuntimeError):
     """A device, or a number format on a device, that is not available here."""
+
+
+class StepError(FloatplanError, RuntimeError):
+    """A training step that cannot go on, or calls in an order that would corrupt it."""
 
 
 class TaskError(FloatplanError, ValueError):
