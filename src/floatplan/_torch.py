@@ -332,6 +332,22 @@ def exports() -> bool:
     return any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes)
 
 
+# --- Buffers ------------------------------------------------------------------------------------------
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of ``module`` itself, by name: the dict that the module keeps, for all of its life.
+
+    ``getattr`` takes ten times as long, and every step asks.
+    """
+    return module._buffers
+
+
+def copy_each_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``target.copy_(source)`` for each; an accelerator runs a few kernels for all of them."""
+    torch._foreach_copy_(targets, sources)
+
+
 # --- Gradient scaling -----------------------------------------------------------------------------------
 
 

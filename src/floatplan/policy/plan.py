@@ -23,14 +23,13 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from floatplan.errors import PlanError, PolicyError, nearest
 from floatplan.formats import FORMATS, format_of
+from floatplan.policy import names as globs
 from floatplan.policy.policy import Policy
 
 if sys.version_info >= (3, 11):
@@ -91,7 +90,7 @@ class ModuleRule:
 
     def matches(self, name: str) -> bool:
         """Whether the glob matches the qualified name ``name`` ("" is the model itself)."""
-        return _matches(_segments(self.module), _segments(name))
+        return globs.matches(self.module, name)
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ class Plan:
             if not any(map(rule.matches, names)):
                 raise PlanError(
                     f"rule {number} (module = {rule.module!r}) matches no module of the model"
-                    f"{_nearest_modules(rule.module, names)}"
+                    f"{globs.nearest_names(rule.module, names, 'modules')}"
                 )
         numbers: dict[str, int] = {}
 
@@ -295,7 +294,7 @@ def _check_glob(glob: object) -> None:
     if not isinstance(glob, str):
         raise PlanError(f"module must be a string such as 'blocks.*.mlp', got {glob!r}")
     _check_text(glob)
-    for segment in _segments(glob):
+    for segment in globs.segments(glob):
         if not segment:
             raise PlanError(f"module {glob!r} has an empty segment; '' alone is the model itself")
         if "**" in segment and segment != "**":
@@ -342,45 +341,3 @@ def _quoted(text: str) -> str:
         return _ESCAPES.get(char) or (f"\\u{ord(char):04X}" if control else char)
 
     return f'"{"".join(map(written, text))}"'
-
-
-# --- Names --------------------------------------------------------------------------------------------
-
-
-def _segments(name: str) -> tuple[str, ...]:
-    return tuple(name.split(".")) if name else ()
-
-
-def _matches(glob: tuple[str, ...], name: tuple[str, ...]) -> bool:
-    if not glob:
-        return not name
-    first, rest = glob[0], glob[1:]
-    if first == "**":
-        return any(_matches(rest, name[start:]) for start in range(len(name) + 1))
-    return bool(name) and fnmatchcase(name[0], first) and _matches(rest, name[1:])
-
-
-def _nearest_modules(glob: str, names: list[str]) -> str:
-    """A hint for a glob that matches nothing: the same at any depth, itself put right, or some names."""
-    wanted = _segments(glob)
-    deeper = ("**", *wanted)
-    if any(_matches(deeper, _segments(name)) for name in names):
-        return f"; did you mean {'.'.join(deeper)!r}?"
-    put_right = {_put_right(wanted, _segments(name)): None for name in names}
-    known = [name for name in names if name]
-    some = ", ".join(map(repr, known[:5])) or "none"
-    return (
-        nearest(glob, filter(None, put_right))
-        or nearest(glob, known)
-        or f"; its modules: {some}{', ...' if len(known) > 5 else ''}"
-    )
-
-
-def _put_right(glob: tuple[str, ...], name: tuple[str, ...]) -> str:
-    """``glob`` with the segments that do not match replaced by those of ``name``, if all of them are near."""
-    if len(glob) != len(name):
-        return ""
-    pairs = [(want, have, fnmatchcase(have, want)) for want, have in zip(glob, name, strict=True)]
-    if not all(fits or get_close_matches(want, [have]) for want, have, fits in pairs):
-        return ""
-    return ".".join(want if fits else have for want, have, fits in pairs)

@@ -1,0 +1,5 @@
+"""HOW gradients become weights."""
+
+from floatplan.step.rollback import Statistics
+
+__all__ = ["Statistics"]
