@@ -4,7 +4,6 @@ FloatplanError
 ├── PolicyError (also ValueError)        a policy or an operator name that does not fit
 ├── PlanError (also ValueError)          a plan that cannot be read or does not fit the model
 ├── RegionError (also RuntimeError)      a region that cannot be entered, or cannot tell its policy
-├── StepError (also ValueError)          an option of a training step that does not fit
 ├── CheckpointError (also RuntimeError)  a checkpoint that cannot be written, read or loaded
 │   └── CheckpointMissingError (also FileNotFoundError)   there is no file
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
@@ -40,10 +39,6 @@ class PlanError(FloatplanError, ValueError):
 
 class RegionError(FloatplanError, RuntimeError):
     """A region that cannot be entered, or whose policy cannot be told."""
-
-
-class StepError(FloatplanError, ValueError):
-    """An option of a training step, or a call in the course of one, that does not fit."""
 
 
 class CheckpointError(FloatplanError, RuntimeError):

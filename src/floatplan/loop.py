@@ -25,6 +25,9 @@ ACCUMULATING = "accumulating"
 Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
 
 
+GRAD_SCALE = 2.0**10
+"""Largest scale of `Amp.grad`: the gradient of a sum is 1, and its multiples must fit into fp16."""
+
 NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
 
 
@@ -103,7 +106,6 @@ class Amp:
         self._reduce = None if group is None else _reduce_over(group)
         self._windows: dict[tuple[int, ...], Window] = {}
         self._statistics = Statistics(self.models, self.settings.buffers)
-        self._has_taken = False
         self._waiting: list[tuple[StepResult, Any]] = []
         if isinstance(precision, Plan):
             for model in self.models:
@@ -122,7 +124,6 @@ class Amp:
         if all(window.is_fresh for window in self._windows.values()):
             self._settle()
             self._statistics.take()
-            self._has_taken = True
         with self._region:
             yield
 
@@ -226,13 +227,12 @@ class Amp:
 
         For gradient penalties: scaled on the way through 16-bit formats where the precision needs it.
         """
-        window = self._window(None if len(self.optimizers) == 1 else self.optimizers[0])
-        scale = torch.ones(()) if window.scaler is None else window.scaler._scale_on(outputs.device)
-        with torch.autocast(self._device_type, enabled=False):
-            scaled = outputs.float().sum() * scale
-            inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-            found = torch.autograd.grad(scaled, inputs, create_graph=True, **options)
-            return tuple(gradient.float() / scale for gradient in found)
+        scaler = self._window(None if len(self.optimizers) == 1 else self.optimizers[0]).scaler
+        scale = torch.ones(()) if scaler is None else scaler._scale_on(outputs.device).clamp(max=GRAD_SCALE)
+        scaled = outputs.float().sum() * scale
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        found = torch.autograd.grad(scaled, inputs, create_graph=True, **options)
+        return tuple(gradient.float() / scale for gradient in found)
 
     def _finish(self, window: Window, clip_norm: float | None, scheduler: Any) -> StepResult:
         scale = window.scale()
@@ -268,9 +268,9 @@ class Amp:
                     self.settings.ema.update_parameters(self.models[0])
                 if scheduler is not None:
                     scheduler.step()
-            elif self._has_taken:
+            elif self._statistics.taken:
                 self._statistics.restore()
-            self._has_taken = False
+            self._statistics.drop()
             if not result.stepped:
                 self._judge(result)
 
@@ -338,14 +338,15 @@ class Amp:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but for models, optimizers, schedulers and settings.
 
-        In mid-window that includes the gradients. Waits for the device.
+        In mid-window that includes the gradients, and the running statistics to go back to. Waits for the
+        device.
         """
         self._settle()
         windows = {}
         for key, window in self._windows.items():
             places = [self._place(of_one) for of_one in key]
             windows[",".join(map(str, places))] = window.state_dict()
-        return {"version": 1, "windows": windows}
+        return {"version": 1, "windows": windows, "statistics": self._statistics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned of an Amp with as many optimizers.
@@ -377,6 +378,7 @@ class Amp:
             window.check_state(of_window)
             loaded.append((window, of_window))
             self._windows[key] = window
+        self._statistics.load_state_dict(state["statistics"])
         for window, of_window in loaded:
             window.load_state_dict(of_window)
 

@@ -228,7 +228,8 @@ def test_a_gradient_penalty() -> None:
             (critic(x).mean() + penalty_of(gradient)).backward()
             optimizer.step()
         else:
-            amp = fp.Amp(critic, optimizer, "fp16", settings=SLOW)
+            settings = fp.Settings(init_scale=1024.0, policy=SLOW.policy)
+            amp = fp.Amp(critic, optimizer, "fp16", settings=settings)
             with amp.autocast():
                 output = critic(x)
             (gradient,) = amp.grad(output, x)
@@ -270,7 +271,7 @@ def test_too_many_skips_in_a_row() -> None:
 
     model = make()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StepError, match="3 steps in a row were skipped: overflow.*'?3.bias"):
+    with pytest.raises(StepError, match="3 steps in a row were skipped: overflow"):
         run(fp.Amp(model, sgd, "bf16", settings=fp.Settings(max_consecutive_skips=3)), model, 4)
     settings = fp.Settings(max_consecutive_skips=3, on_skips="warn")
     with pytest.warns(FloatplanWarning, match="in a row were skipped") as said:
@@ -311,7 +312,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "clip_norm": (lambda m: fp.Amp(m, sgd(m), "fp32", clip_norm=-1), "clip_norm must be above 0"),
     "optimizer of another": (lambda m: fp.Amp(m, sgd(make()), "fp32"), "holds no parameter of the models"),
     "twice": (lambda m: fp.Amp(m, [sgd(m), sgd(m)], "fp32"), "is in optimizers 0 and 1"),
-    "half": (lambda m: fp.Amp(m.half(), sgd(m), "fp16"), "in 16 bits: 0.weight, .* and 3 more.*upcast_trainable"),
+    "half": (lambda m: fp.Amp(m.half(), sgd(m), "fp16"), "in 16 bits: 0.weight, .* and 3 more"),
     "no backward": (lambda m: fp.Amp(m, sgd(m), "fp32").step(), "no backward"),
     "unscale too early": (lambda m: unscaled_early(m), "micro-batch 1 of 2"),
     "backward too late": (lambda m: backward_late(m), "came after unscale"),
@@ -371,7 +372,6 @@ def test_a_plan_is_applied() -> None:
     model = make()
     plan = fp.Plan.parse('[default]\nprecision = "fp32"\n[[rule]]\nmodule = "3"\nprecision = "bf16"')
     amp = fp.Amp(model, sgd(model), plan)
-    with amp.autocast():
-        output = model(X[0])
-    assert output.dtype is torch.bfloat16
-    assert amp.step(nn.functional.cross_entropy(output.float(), Y[0]))
+    assert step(amp, model, X[0], Y[0])
+    rows = fp.explain(model, X[0], dtype=None).rows
+    assert [row.ran_in for row in rows if row.operator == "aten::linear"] == ["float32", "bfloat16"]

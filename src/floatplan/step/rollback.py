@@ -177,6 +177,30 @@ class Statistics:
                 if flag is None or bool(flag):
                     module.reset_running_stats()  # type: ignore[operator]
 
+    def state_dict(self) -> list[torch.Tensor]:
+        """What is kept, one tensor per group of buffers; empty where nothing was taken."""
+        return [group.kept.clone() for group in self._groups if group.kept is not None] if self.taken else []
+
+    def load_state_dict(self, state: list[torch.Tensor]) -> None:
+        """Keep what `state_dict` of the statistics of an equal model returned.
+
+        Raises:
+            StepError: the buffers are others, or in other modes (training, eval). Nothing is kept then.
+        """
+        self.drop()
+        if not state:
+            return
+        self.take()
+        mine = [group.kept for group in self._groups if group.kept is not None]
+        if [kept.shape for kept in mine] != [kept.shape for kept in state]:
+            self.drop()
+            raise StepError(
+                "the state has running statistics of another model, or of modules in another mode; load it "
+                "into an equal model with the same modules in training mode"
+            )
+        for kept, saved in zip(mine, state, strict=True):
+            kept.copy_(saved)
+
     def drop(self) -> None:
         """Forget what was kept: after a step that counted, or when a state was loaded since."""
         self.taken = False
