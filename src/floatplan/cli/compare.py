@@ -23,7 +23,9 @@ def compare(
     task: Annotated[str, typer.Option(help="What to train: digits, digits-linear or mnist.")] = "digits",
     rows: Annotated[
         str,
-        typer.Option(help="Comma-separated: fp32, bf16, fp16, fp16-unscaled, torch-bf16, torch-fp16."),
+        typer.Option(
+            help="Comma-separated: fp32, bf16, fp16, fp16-unscaled, floatplan, torch-bf16, torch-fp16."
+        ),
     ] = "fp32,bf16,fp16",
     epochs: Annotated[
         int | None, typer.Option(help="Passes over the training images.  [default: the task's]")

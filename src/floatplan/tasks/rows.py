@@ -25,6 +25,7 @@ class Row:
         format: short name of the region's number format; "fp32" means no region at all.
         library: whose autocast and scaler.
         scaled: whether gradients are scaled.
+        loop: whether `floatplan.Amp` runs the step.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Row:
     format: str = "fp32"
     library: Literal["floatplan", "torch"] = "floatplan"
     scaled: bool = False
+    loop: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +49,7 @@ ROWS: dict[str, Row] = {
         Row("bf16", "floatplan autocast, bfloat16", "bf16"),
         Row("fp16", "floatplan autocast, float16, with GradScaler", "fp16", scaled=True),
         Row("fp16-unscaled", "floatplan autocast, float16, gradients not scaled", "fp16"),
+        Row("floatplan", "floatplan's Amp, bfloat16", "bf16", loop=True),
         Row("torch-bf16", "torch.amp autocast, bfloat16", "bf16", "torch"),
         Row(
             "torch-fp16", "torch.amp autocast, float16, with torch's GradScaler", "fp16", "torch", scaled=True
@@ -166,6 +169,15 @@ def make_scaler(row: Row, device_type: str) -> Scaler | None:
     from floatplan.scaling import GradScaler
 
     return GradScaler(device_type)
+
+
+def make_amp(row: Row, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """The Amp of ``row``; ``None`` where the loop calls region and scaler itself."""
+    if not row.loop:
+        return None
+    from floatplan.loop import Amp
+
+    return Amp(model, optimizer, row.dtype)
 
 
 def notes_on(row: Row, device_type: str) -> tuple[str, ...]:

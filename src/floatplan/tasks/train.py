@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from floatplan.records import (
 )
 from floatplan.tasks.memory import meter_for
 from floatplan.tasks.registry import task_named
-from floatplan.tasks.rows import Row, Scaler, make_scaler, notes_on, region, row_named
+from floatplan.tasks.rows import Row, Scaler, make_amp, make_scaler, notes_on, region, row_named
 from floatplan.tasks.task import DataSource, Examples, Task
 from floatplan.tune.measure import hardware_notes
 
@@ -57,6 +58,7 @@ class Setup:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: Scaler | None
+    amp: Any
     peak_rates: tuple[float, ...]
 
     @staticmethod
@@ -64,7 +66,8 @@ class Setup:
         """Optimizer and scaler made afresh around ``model``."""
         optimizer = task.make_optimizer(model.parameters())
         rates = tuple(group["lr"] for group in optimizer.param_groups)
-        return Setup(task, row, device, model, optimizer, make_scaler(row, device.type), rates)
+        scaler, amp = make_scaler(row, device.type), make_amp(row, model, optimizer)
+        return Setup(task, row, device, model, optimizer, scaler, amp, rates)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,10 @@ def train(job: Job) -> Iterator[RunRecord]:
 
 def train_step(setup: Setup, inputs: Tensor, labels: Tensor) -> _Step:
     """The step that a user would write."""
+    if setup.amp is not None:
+        with setup.amp.autocast():
+            loss = setup.task.loss(setup.model(inputs), labels)
+        return _Step(loss.detach(), len(labels), setup.amp.step(loss))
     setup.optimizer.zero_grad()
     with region(setup.row, setup.device.type):
         loss = setup.task.loss(setup.model(inputs), labels)
