@@ -81,11 +81,10 @@ def make_rule(
         device_type: whose tensors are cast.
         native: torch's own autocast kernel of the operator, if it has one.
     """
-    if overload == upcast.OPERATOR and policy.respect_upcast:
-        return _marking(_torch.below_autocast(op, device_type))
     op_class = policy.class_of(overload)
     if op_class is None:
-        return None
+        marks = policy.respect_upcast and overload in upcast.OPERATORS
+        return _marking(_torch.below_autocast(op, device_type)) if marks else None
     if op_class is OpClass.BANNED:
         return _banned(overload)
     caster = Caster(op, device_type)
@@ -123,11 +122,11 @@ def make_rule(
 
 
 def _marking(below: Callable[..., Any]) -> Rule:
-    """The rule of casts, where a region respects those that the caller makes."""
+    """The rule of casts and copies, where a region respects the casts that the caller makes."""
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = below(*args, **kwargs)
-        if result.dtype is torch.float32 and args[0].dtype is not torch.float32:
+        if upcast.follows(args[0], result):
             upcast.mark(result)
         return result
 
