@@ -13,7 +13,7 @@ Made from the operator table (`src/floatplan/policy/operators.py`) by `scripts/o
 | class | what it does |
 |---|---|
 | lower | inputs are cast to the region's dtype |
-| fp32 | 16-bit inputs are cast to float32 |
+| fp32 | 16-bit inputs are cast to float32, complex numbers of 16-bit parts to complex64 |
 | inner | dtype in is dtype out, float32 inside the kernel |
 | widest | inputs of different dtypes are cast to the widest of them |
 | destination | sources are cast to the dtype of the tensor that is written |
@@ -31,6 +31,9 @@ Some operators do a little more than their class says:
 - attention takes a mask of any floating-point dtype; a finite value that the region's dtype cannot hold
   stays finite, so that a row of float32's lowest number does not become a row of -inf;
 - a product with a sparse operand stays in float32;
+- `index_put` and `put` with `accumulate=True` add up in float32, as `index_add` does;
+- what adds many terms into one cell of a 16-bit tensor in place (`index_add_`, `scatter_add_`,
+  `scatter_reduce_` and the like) does so in a float32 copy of it, which is written back, rounded once;
 - recurrent layers on CUDA go on to torch's own autocast kernel, which knows cuDNN's flat weights;
 - on a CPU, softmax over another dimension than the last and log_softmax over the last run in float32 and
   are rounded once: torch's 16-bit kernels round twice there.

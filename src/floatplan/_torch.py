@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.compiler.config
+import torch.multiprocessing.reductions
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -147,6 +148,20 @@ def current_backward() -> int:
 
 
 # --- Cast cache ---------------------------------------------------------------------------------------
+
+# A weak reference to a storage; while it is there, no other storage gets that address.
+StorageWeakRef: Any = torch.multiprocessing.reductions.StorageWeakRef
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of ``tensor``, if it has one to show.
+
+    A sparse tensor has none, and tensors in transforms of ``torch.func`` keep theirs to themselves.
+    """
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def storage_is_ours(tensor: torch.Tensor) -> bool:

@@ -346,7 +346,7 @@ except RegionError as error:
 else:
     raise AssertionError("100 policies were taken")
 assert number == len(_torch.CARRIER_VALUES)
-assert state._thread.depth == cache._local.copies.depth == 0
+assert len(state._thread.opened) == cache._local.copies.depth == 0
 assert state.policies_in_force() == {} and cache._local.copies.since is None
 assert (a @ a).dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
 """

@@ -80,8 +80,9 @@ def test_every_row_names_an_operator_of_this_torch() -> None:
 
 
 def test_products_are_the_lower_class() -> None:
+    assert OPERATORS["aten::einsum"].unified is None  # the product inside of it is
     for row in OPERATORS.values():
-        if row.kind is not Kind.OTHER:
+        if row.kind is not Kind.OTHER and row.name != "aten::einsum":
             assert row.unified is OpClass.LOWER, row
 
 

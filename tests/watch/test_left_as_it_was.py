@@ -33,7 +33,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "hooks": (hooks(), [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]),
         "random": torch.get_rng_state().tolist(),
         "grad mode": torch.is_grad_enabled(),
-        "policies": (state.number_in_force(), dict(state._used), state._thread.depth),
+        "policies": (state.number_in_force(), dict(state._used), dict(state._thread.opened)),
         "watchers": dict(watched.watchers),
         "cache": (cache._local.copies, fp.cast_cache().copies),
         "modes": torch._C._len_torch_dispatch_stack(),

@@ -1,7 +1,8 @@
 """Casts of the tensors among an operator's arguments.
 
 Casts touch floating-point tensors of the device type other than float64 (as torch.amp's do): a float64 tensor
-is there because somebody asked for its precision. What is written here runs for every operator of a region.
+is there because somebody asked for its precision. A cast to float32 takes complex32 to complex64, too.
+What is written here runs for every operator of a region.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Caster:
         if isinstance(value, Tensor):
             found = value.dtype
             if found is dtype or found not in CASTABLE or not self.is_here(value):
+                if found is torch.complex32 and dtype is torch.float32 and self.is_here(value):
+                    return value.to(torch.complex64)
                 return value
             if found is torch.float32 and value.layout is torch.strided:
                 return cache.cast(value, dtype)

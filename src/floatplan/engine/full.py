@@ -55,8 +55,11 @@ class full_precision:
         """Decorate ``function``, a generator or coroutine function too.
 
         Raises:
-            TypeError: not callable; or ``cast_outputs`` on a generator, whose outputs come one by one.
+            TypeError: not callable; a function below ``contextlib.contextmanager``; or ``cast_outputs`` on a
+                generator, whose outputs come one by one.
         """
+        if isinstance(function, (staticmethod, classmethod)):
+            return type(function)(self(function.__func__))
         if not callable(function):
             raise TypeError(f"full_precision() decorates a function, got {type(function).__name__}")
         stretches = in_stretches(self, function, _taken_up)

@@ -41,7 +41,7 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
     Raises:
         PolicyError: the policy names an operator that torch does not know; nothing is registered then.
     """
-    needed = ("the table", *policy.named_ops, *([upcast.OPERATOR] if policy.respect_upcast else []))
+    needed = ("the table", *policy.named_ops, *(upcast.OPERATORS if policy.respect_upcast else ()))
     if all((name, device_type) in _ready for name in needed):
         return
     cache.watch_optimizers()

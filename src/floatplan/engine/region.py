@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -23,17 +23,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _is_traced = torch.compiler.is_dynamo_compiling
-
-
-class _Outside(NamedTuple):
-    """Thread state on entry, which the exit restores."""
-
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
-    number: torch.dtype
-    casts_since: int | None
-    backward: int
 
 
 class autocast:
@@ -54,7 +43,7 @@ class autocast:
             by torch's own kernels), or a `Policy`.
         strict: where the asked precision cannot be had, raise in place of warning.
         respect_upcast: what the caller casts to float32 (``x.float()``) stays there: operators that take such
-            a tensor, or a view of one, run in float32.
+            a tensor, a view or a copy of one (``detach``, ``clone``, ``contiguous``), run in float32.
 
     Raises:
         RegionError: a device type that floatplan has no kernels for.
@@ -89,7 +78,7 @@ class autocast:
         arguments = (device_type, dtype, enabled, cache_enabled, policy, strict, respect_upcast)
         self._settings = settings = settings_of(arguments)
         self.device, self.fast_dtype, self.policy = settings.device, settings.dtype, settings.policy
-        self._outside: dict[int, list[_Outside]] = {}
+        self._outside: dict[int, list[state.Outside]] = {}
         if settings.ours:
             settings.say_what_stays()
 
@@ -155,8 +144,10 @@ class autocast:
         callers and other tasks never see it.
 
         Raises:
-            TypeError: not callable.
+            TypeError: not callable; or a function below ``contextlib.contextmanager``.
         """
+        if isinstance(function, (staticmethod, classmethod)):
+            return type(function)(self(function.__func__))
         if not callable(function):
             raise TypeError(
                 f"autocast(...) decorates a function, got {type(function).__name__}; "
@@ -183,7 +174,7 @@ class autocast:
         return traced.with_own_code(in_region)
 
     @_torch.not_compiled
-    def _begin(self) -> _Outside:
+    def _begin(self) -> state.Outside:
         device, settings = self.device, self._settings
         enabled = torch.is_autocast_enabled(device)
         if (enabled or settings.enabled) and _torch.exports():
@@ -198,8 +189,8 @@ class autocast:
         if not _torch.compile_caches_marked():
             mark_compile_caches()
         casts_since = cache.enter(settings.keeps_casts)
-        backward, dtype = state.region_entered(*around), torch.get_autocast_dtype(device)
-        outside = _Outside(enabled, dtype, around[1], around[0], casts_since, backward)
+        dtype = torch.get_autocast_dtype(device)
+        outside = state.region_entered(device, enabled, dtype, around, casts_since)
         state.set_in_force(number)
         torch.set_autocast_enabled(device, settings.enabled)
         torch.set_autocast_dtype(device, settings.dtype)
@@ -208,13 +199,12 @@ class autocast:
         return outside
 
     @_torch.not_compiled
-    def _end(self, outside: _Outside) -> None:
-        enabled, dtype, cache_enabled, number, casts_since, backward = outside
+    def _end(self, outside: state.Outside) -> None:
+        enabled, dtype, number, cache_enabled, casts_since, _ = state.region_left(self.device, outside)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(self.device, enabled)
         torch.set_autocast_dtype(self.device, dtype)
-        number, cache_enabled = state.region_left(number, cache_enabled, backward)
         torch.set_autocast_cache_enabled(cache_enabled)
         state.set_in_force(number)
         cache.leave(casts_since)

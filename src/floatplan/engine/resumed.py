@@ -6,10 +6,14 @@ interleave would leave each other's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, Protocol
+
+import torch
 
 
 class Entered(Protocol):
@@ -24,31 +28,68 @@ def _as_given(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+# What type(f).__call__ is where the call of f is not written in Python.
+_BUILTIN_CALLS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
+
+# The code of the functions that make context managers, the same for each of them.
+_MAKERS = {
+    maker(lambda: None).__code__: maker.__name__  # type: ignore[arg-type, return-value]
+    for maker in (contextlib.contextmanager, contextlib.asynccontextmanager)
+}
+
+
+def called_by(function: Callable[..., Any]) -> Any:
+    """The function that a call of ``function`` runs: of a partial, a method, an object or a module."""
+    while not isinstance(function, types.FunctionType):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif isinstance(function, torch.nn.Module):
+            function = function.forward
+        else:
+            call = type(function).__call__
+            if isinstance(call, _BUILTIN_CALLS):
+                break
+            function = call
+    return function
+
+
 def in_stretches(
     region: Entered,
     function: Callable[..., Any],
     prepare: Callable[[Any, Any], tuple[Any, Any]] = _as_given,
 ) -> Callable[..., Any] | None:
-    """``function`` with ``region`` around each stretch, if it is a generator or coroutine function.
+    """``function`` with ``region`` around each stretch, if calls of it are generators or coroutines.
 
     Args:
         region: entered for each stretch.
-        function: any function; for another kind of function the result is None.
+        function: anything that can be called; where calls of it are something else, the result is None.
         prepare: makes the arguments that ``function`` gets from those of a call.
+
+    Raises:
+        TypeError: it makes context managers: is the block to run in the region, or what is around it?
     """
+    called = called_by(function)
+    maker = _MAKERS.get(called.__code__) if isinstance(called, types.FunctionType) else None
+    if maker is not None:
+        raise TypeError(
+            f"a region above @{maker} would end before the block begins. For the function's own code, write "
+            f"@{maker} above the region; for the block, yield inside of `with region:` in the function"
+        )
 
     def start(args: Any, kwargs: Any) -> Any:
         args, kwargs = prepare(args, kwargs)
         return function(*args, **kwargs)
 
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
             return await _Stretches(region, start(args, kwargs))
 
         return coroutine
-    if inspect.isasyncgenfunction(function):
+    if inspect.isasyncgenfunction(called):
 
         @functools.wraps(function)
         async def async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
@@ -72,7 +113,7 @@ def in_stretches(
                 await _Stretches(region, inner.aclose())
 
         return async_generator
-    if inspect.isgeneratorfunction(function):
+    if inspect.isgeneratorfunction(called):
 
         @functools.wraps(function)
         def generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from floatplan import _torch
-from floatplan.engine import cache, upcast
+from floatplan.engine import accumulate, cache, upcast
 from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.engine.casting import HALVES, Arguments, Cast, Caster
 from floatplan.errors import RegionError
@@ -81,11 +81,10 @@ def make_rule(
         device_type: whose tensors are cast.
         native: torch's own autocast kernel of the operator, if it has one.
     """
-    if overload == upcast.OPERATOR and policy.respect_upcast:
-        return _marking(_torch.below_autocast(op, device_type))
     op_class = policy.class_of(overload)
     if op_class is None:
-        return None
+        marks = policy.respect_upcast and overload in upcast.OPERATORS
+        return _marking(_torch.below_autocast(op, device_type)) if marks else None
     if op_class is OpClass.BANNED:
         return _banned(overload)
     caster = Caster(op, device_type)
@@ -106,6 +105,8 @@ def make_rule(
     else:
         makers = {OpClass.FP32: _fp32, OpClass.WIDEST: _widest, OpClass.DESTINATION: _destination}
         cast = makers[op_class](caster)
+        if overload in accumulate.AS_INDEX_ADD and policy.class_of(accumulate.ADDING_UP) is OpClass.FP32:
+            cast = _fp32_where(accumulate.accumulates(op), caster, cast)
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = cast(args, kwargs)
@@ -113,6 +114,8 @@ def make_rule(
 
     if overload in STATISTICS:
         return _writing_back(below, cast, STATISTICS[overload])
+    if overload in accumulate.IN_PLACE and op_class is OpClass.DESTINATION:
+        return accumulate.in_float32(op, caster, below, rule)
     row = OPERATORS.get(overload)
     if native is not None and row is not None and row.torch.get(device_type) is op_class:
         if op_class is OpClass.FP32:
@@ -123,11 +126,11 @@ def make_rule(
 
 
 def _marking(below: Callable[..., Any]) -> Rule:
-    """The rule of casts, where a region respects those that the caller makes."""
+    """The rule of casts and copies, where a region respects the casts that the caller makes."""
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = below(*args, **kwargs)
-        if result.dtype is torch.float32 and args[0].dtype is not torch.float32:
+        if upcast.follows(args[0], result):
             upcast.mark(result)
         return result
 
@@ -194,11 +197,15 @@ def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
 
 
 def _widened_by_torch(device_type: str, rule: Rule, native: Callable[..., Any]) -> Rule:
-    plain = _torch.plain_keys(device_type)
+    plain, half_complex = _torch.plain_keys(device_type), torch.complex32
 
     def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs or keys.raw_repr() != plain:
             return rule(keys, args, kwargs)
+        for value in args:
+            # Torch's kernel leaves it alone.
+            if isinstance(value, Tensor) and value.dtype is half_complex:
+                return rule(keys, args, kwargs)
         return native(keys, *args)
 
     return short
@@ -291,6 +298,11 @@ def _fp32(caster: Caster) -> Cast:
         return cast_all(args, kwargs, torch.float32)
 
     return cast
+
+
+def _fp32_where(chosen: accumulate.Accumulates, caster: Caster, otherwise: Cast) -> Cast:
+    widen = _fp32(caster)
+    return lambda args, kwargs: (widen if chosen(args, kwargs) else otherwise)(args, kwargs)
 
 
 def _inner(caster: Caster, overload: str) -> Cast:

@@ -9,6 +9,7 @@ uses. The number stands for a mapping from device type to `Policy`; equal mappin
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 
@@ -40,43 +41,84 @@ def fingerprint() -> str:
     )
 
 
-class _Thread(threading.local):
-    """How many regions the thread is in, and its state before the first of them.
+class Outside(NamedTuple):
+    """A thread's state before a region, which the exit restores.
 
     Attributes:
+        enabled: autocast of the region's device type is on.
+        dtype: its dtype.
+        number: of the policies in force.
+        cache_enabled: torch's flag of its own cast cache.
+        casts_since: from `floatplan.engine.cache.enter`.
+        backward: the backward pass in which the region around was entered, if in any.
+    """
+
+    enabled: bool
+    dtype: torch.dtype
+    number: torch.dtype
+    cache_enabled: bool
+    casts_since: int | None
+    backward: int
+
+
+class _Thread(threading.local):
+    """The regions that the thread is in.
+
+    Attributes:
+        opened: device type to how many of them it has, and the state before the first of those.
+        before_all: the state before the first of all.
         backward: the backward pass in which the innermost region was entered, if in any.
     """
 
-    depth = 0
-    before_all: tuple[torch.dtype, bool] | None = None
+    before_all: Outside
     backward = _torch.NO_BACKWARD
+
+    def __init__(self) -> None:
+        self.opened: dict[str, tuple[int, Outside]] = {}
 
 
 _thread = _Thread()
 
 
-def region_entered(number: torch.dtype, cache_enabled: bool) -> int:
+def region_entered(
+    device_type: str,
+    enabled: bool,
+    dtype: torch.dtype,
+    around: tuple[torch.dtype, bool],
+    casts_since: int | None,
+) -> Outside:
     """Note the thread's state before a region. What it returns goes to `region_left`."""
-    if _thread.depth == 0:
-        _thread.before_all = number, cache_enabled
-    _thread.depth += 1
-    backward = _thread.backward
-    _thread.backward = _torch.current_backward()
-    return backward
+    thread = _thread
+    outside = Outside(enabled, dtype, *around, casts_since, thread.backward)
+    thread.backward = _torch.current_backward()
+    opened = thread.opened
+    if not opened:
+        thread.before_all = outside
+    count, first = opened.get(device_type) or (0, outside)
+    opened[device_type] = count + 1, first
+    return outside
 
 
-def region_left(number: torch.dtype, cache_enabled: bool, backward: int) -> tuple[torch.dtype, bool]:
+def region_left(device_type: str, outside: Outside) -> Outside:
     """The state to restore: the region's own, or that before all regions when this was the last.
 
     Regions need not be left in the order of entering (generators, tasks). What the last one to be left saw
-    on entry may then be the inside of another, and restoring that would leave a policy in force that no
-    later region shows.
+    on entry may then be the inside of another, and restoring that would leave autocast on, or a policy in
+    force that no later region shows.
     """
-    _thread.depth -= 1
-    _thread.backward = backward
-    if _thread.depth > 0 or _thread.before_all is None:
-        return number, cache_enabled
-    return _thread.before_all
+    thread = _thread
+    opened = thread.opened
+    if device_type in opened:  # else it was entered in another thread
+        count, first = opened[device_type]
+        if count > 1:
+            opened[device_type] = count - 1, first
+        else:
+            del opened[device_type]
+            before_all = outside if opened else thread.before_all
+            if first is not outside or before_all is not outside:
+                outside = before_all._replace(enabled=first.enabled, dtype=first.dtype)
+    thread.backward = outside.backward
+    return outside
 
 
 def has_kernels_of_ours(mapping: dict[str, Policy]) -> bool:

@@ -95,7 +95,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "matrix product (operators that the CPU's table lacks)", LOWER, on("cuda xpu mps", LOWER),
-        "addmv addr einsum mv chain_matmul linalg_multi_dot lstm_cell", Kind.MATMUL,
+        "addmv addr mv chain_matmul linalg_multi_dot lstm_cell", Kind.MATMUL,
     ),
     Group(
         "matrix product (operators that only CUDA's and XPU's tables name)", LOWER, on("cuda xpu", LOWER),
@@ -166,7 +166,12 @@ GROUPS: tuple[Group, ...] = (
         """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus
         pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar""",
     ),
-    Group("range, as above, though no table of torch names it", FP32, {}, "exp2 digamma polygamma mvlgamma"),
+    Group(
+        "range, as above, though no table of torch names it", FP32, {},
+        """exp2 digamma lgamma polygamma mvlgamma igamma igammac erfc i0 special_i1 special_ndtr special_entr
+        logit xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other special_xlog1py special_xlog1py.self_scalar
+        special_xlog1py.other_scalar""",
+    ),
     Group(
         "sum, norm or distance: many terms, rounded once at the end", FP32, on("cuda xpu mps", FP32),
         """sum sum.dim_IntList cumsum cumprod frobenius_norm.dim nuclear_norm nuclear_norm.dim
@@ -186,7 +191,8 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "adds many terms into one cell, in the dtype it is given (1,024 ones in bf16: 256)", FP32, {},
-        "scatter_reduce.two index_add index_reduce",
+        """scatter_reduce.two scatter.reduce scatter.value_reduce index_add index_reduce segment_reduce
+        col2im""",
     ),
     Group(
         "adds many terms into one cell, in the dtype it is given; torch's tables only widen mixed dtypes",
@@ -288,6 +294,11 @@ GROUPS: tuple[Group, ...] = (
     ),
     # --- Left alone ------------------------------------------------------------------------------------
     Group(
+        "the products inside are cast themselves, so left alone: an outer product keeps positions",
+        None, on("cuda xpu mps", LOWER),
+        "einsum", Kind.MATMUL,
+    ),
+    Group(
         "copies or selects values: exact in every format, so left alone; the CPU's table casts it",
         None, on("cpu", FP32),
         """max_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_unpool2d
@@ -330,14 +341,14 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "combines tensors whose dtypes must agree; no table of torch names it", WIDEST, {},
-        """scatter.src scatter.reduce masked_scatter lerp.Scalar lerp.Tensor put _unsafe_index_put
+        """scatter.src masked_scatter lerp.Scalar lerp.Tensor put _unsafe_index_put
         linalg_cross heaviside isclose allclose meshgrid meshgrid.indexing _chunk_cat""",
     ),
     Group(
         "writes into a tensor: the source takes the dtype of what it is written into", DESTINATION, {},
-        """index_put_ _index_put_impl_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two
-        index_add_ index_copy_ index_reduce_ masked_scatter_ put_ lerp_.Scalar lerp_.Tensor addcmul_ addcdiv_
-        addmm_ addbmm_ baddbmm_ addmv_ addr_ heaviside_""",
+        """index_put_ _index_put_impl_ scatter_.src scatter_.reduce scatter_.value_reduce scatter_add_
+        scatter_reduce_.two index_add_ index_copy_ index_reduce_ masked_scatter_ put_ lerp_.Scalar
+        lerp_.Tensor addcmul_ addcdiv_ addmm_ addbmm_ baddbmm_ addmv_ addr_ heaviside_""",
     ),
 )  # fmt: skip
 

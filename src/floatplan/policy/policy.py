@@ -29,7 +29,7 @@ class Policy:
         slow_kernels: run an operator in the low format even where this device has no fast kernel for it.
             ``False`` keeps such an operator in float32 (fp16 convolutions on a CPU are tens of times slower).
         respect_upcast: an operator of the class LOWER runs in float32 when one of its inputs was cast to
-            float32 by the caller's own word (``x.float()``), or is a view of such a tensor.
+            float32 by the caller's own word (``x.float()``), or is a view or a copy of such a tensor.
         native_device: device type whose own torch kernels do what this policy says, or ``""``.
     """
 
