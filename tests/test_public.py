@@ -18,6 +18,7 @@ import floatplan.cuda.amp
 
 def test_public_names() -> None:
     assert fp.__all__ == [
+        "CheckpointError",
         "Explanation",
         "FloatplanError",
         "FloatplanWarning",
@@ -34,6 +35,8 @@ def test_public_names() -> None:
         "custom_fwd",
         "explain",
         "full_precision",
+        "load",
+        "save",
     ]
     for name in fp.__all__:
         assert getattr(fp, name) is not None

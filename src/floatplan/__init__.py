@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from floatplan._version import __version__
 
 if TYPE_CHECKING:
+    from floatplan.checkpoint import load, save
     from floatplan.engine import (
         Plan,
         autocast,
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
         custom_fwd,
         full_precision,
     )
-    from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
+    from floatplan.errors import CheckpointError, FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
     from floatplan.scaling import GradScaler
     from floatplan.watch import explain
 
 _HOMES = {
+    "CheckpointError": "floatplan.errors",
     "Explanation": "floatplan.records",
     "FloatplanError": "floatplan.errors",
     "FloatplanWarning": "floatplan.errors",
@@ -43,12 +45,15 @@ _HOMES = {
     "custom_fwd": "floatplan.engine",
     "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
+    "load": "floatplan.checkpoint",
+    "save": "floatplan.checkpoint",
 }
 
 # As with torch, ``floatplan.amp.autocast`` needs no import of its own.
 _NAMESPACES = ("amp", "cpu", "cuda")
 
 __all__ = [
+    "CheckpointError",
     "Explanation",
     "FloatplanError",
     "FloatplanWarning",
@@ -65,6 +70,8 @@ __all__ = [
     "custom_fwd",
     "explain",
     "full_precision",
+    "load",
+    "save",
 ]
 
 
