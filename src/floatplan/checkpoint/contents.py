@@ -38,6 +38,9 @@ def check(name: str, value: object) -> None:
 def _refused(place: str, value: Any, around: tuple[int, ...]) -> Iterator[tuple[str, object, str]]:
     """(place, value, what to do) of everything in ``value`` that cannot be loaded again."""
     kind = type(value)
+    if kind is bytes and not value:
+        # Pickled as a call of ``bytes``, which the reader does not make.
+        yield place, value, "it is empty; save None or a bytearray"
     if kind in _PLAIN:
         return
     if kind is int:
@@ -73,7 +76,7 @@ def _allowed_by_user() -> set[object]:
 # The first that fits is given.
 _ADVICE: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
-        lambda value: hasattr(value, "state_dict"),
+        lambda value: hasattr(value, "state_dict") and not isinstance(value, type),
         "save its state_dict(), or give the object to save by a keyword of its own",
     ),
     (lambda value: isinstance(value, torch.Generator), "save its get_state(), or give it by a keyword"),
