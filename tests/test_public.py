@@ -18,6 +18,8 @@ import floatplan.cuda.amp
 
 def test_public_names() -> None:
     assert fp.__all__ == [
+        "Amp",
+        "CheckpointError",
         "Explanation",
         "FloatplanError",
         "FloatplanWarning",
@@ -25,6 +27,7 @@ def test_public_names() -> None:
         "Plan",
         "Policy",
         "PrecisionWarning",
+        "Settings",
         "StepResult",
         "__version__",
         "autocast",
@@ -34,6 +37,8 @@ def test_public_names() -> None:
         "custom_fwd",
         "explain",
         "full_precision",
+        "load",
+        "save",
     ]
     for name in fp.__all__:
         assert getattr(fp, name) is not None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from floatplan._version import __version__
 
 if TYPE_CHECKING:
+    from floatplan.checkpoint import load, save
     from floatplan.engine import (
         Plan,
         autocast,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         custom_fwd,
         full_precision,
     )
-    from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
+    from floatplan.errors import CheckpointError, FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.loop import Amp
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Amp": "floatplan.loop",
+    "CheckpointError": "floatplan.errors",
     "Explanation": "floatplan.records",
     "FloatplanError": "floatplan.errors",
     "FloatplanWarning": "floatplan.errors",
@@ -47,6 +49,8 @@ _HOMES = {
     "custom_fwd": "floatplan.engine",
     "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
+    "load": "floatplan.checkpoint",
+    "save": "floatplan.checkpoint",
 }
 
 # As with torch, ``floatplan.amp.autocast`` needs no import of its own.
@@ -54,6 +58,7 @@ _NAMESPACES = ("amp", "cpu", "cuda")
 
 __all__ = [
     "Amp",
+    "CheckpointError",
     "Explanation",
     "FloatplanError",
     "FloatplanWarning",
@@ -71,6 +76,8 @@ __all__ = [
     "custom_fwd",
     "explain",
     "full_precision",
+    "load",
+    "save",
 ]
 
 

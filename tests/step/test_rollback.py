@@ -380,3 +380,19 @@ def test_taking_asks_no_operator_per_layer() -> None:
     with torch.profiler.profile() as profile:
         statistics.take()
     assert not [event for event in profile.key_averages() if event.key.startswith("aten::")]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_without_a_wait() -> None:
+    model = small_net().cuda()
+    statistics = Statistics(model)
+    x = torch.full((8, 4), math.inf, device="cuda")
+    before, flag = bits(model), torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        statistics.take()
+        model(x)
+        statistics.restore(flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same(model, before)
