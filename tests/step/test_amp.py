@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import floatplan as fp
 from floatplan.errors import FloatplanWarning, StepError
 
-X, Y = torch.randn(12, 16, 4), torch.randint(2, (12, 16))
+SEED = torch.Generator().manual_seed(0)
+X, Y = torch.randn(12, 16, 4, generator=SEED), torch.randint(2, (12, 16), generator=SEED)
 SLOW = fp.Settings(policy=fp.Policy.unified(slow_kernels=True))
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -257,7 +258,7 @@ def test_lbfgs(precision: Any) -> None:
         theirs.step(closure)
     if precision == "fp32":
         assert equal(model.state_dict(), plain.state_dict())
-    assert loss_of(model, X[0], Y[0]) < 0.3
+    assert loss_of(model, X[0], Y[0]) < loss_of(make().eval(), X[0], Y[0]) * 0.9
     before = copy.deepcopy([model.state_dict(), mine.state_dict()])
     assert not amp.step(lambda: loss_of(model, X[0] * torch.inf, Y[0]))
     assert equal(before, [model.state_dict(), mine.state_dict()])
