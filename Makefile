@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-deep check format clean
 
 ## demo: train a real network in fp32, bf16 and fp16 side by side, and write a report
 demo: $(VENV)/.run
@@ -13,6 +13,10 @@ demo: $(VENV)/.run
 ## test: run the tests
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+## test-deep: what `make test` does a little of: 2,000 random programs, others each time
+test-deep: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/programs --programs 2000
 
 ## check: lint, types, and the order of the rooms
 check: $(VENV)/.dev

@@ -6,6 +6,7 @@ torch 2.13.0; the names are the same in the sources of 2.11.
 
 from __future__ import annotations
 
+import _thread
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -75,10 +76,15 @@ def all_operators() -> list[str]:
     return list(torch._C._dispatch_get_all_op_names())
 
 
+other_threads: Callable[[], int] = _thread._count
+"""How many threads of Python there are besides the main one."""
+
+
 def native_kernel(overload: str, key: str) -> Callable[..., Any]:
     """Torch's own kernel of ``overload`` at ``key``; called as ``kernel(keys, *args, **kwargs)``.
 
-    ``torch.library.get_kernel`` is public; the boxed call on what it returns is not documented.
+    ``torch.library.get_kernel`` is public; the boxed call on what it returns is not documented. Unlike every
+    other way to call an operator, it keeps Python's lock while the kernel runs (torch 2.13).
     """
     call: Callable[..., Any] = torch.library.get_kernel(overload, key).call_boxed
     return call

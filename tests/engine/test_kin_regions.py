@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import floatplan as fp
+from floatplan import _torch
 from floatplan.engine import cache
+from floatplan.engine.rules import make_rule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 UNIFIED = fp.Policy.unified(slow_kernels=True)
@@ -325,3 +327,29 @@ def test_the_precision_in_force_on_a_device_can_be_asked_for() -> None:
         assert fp.current_precision("cpu") is BF16
         assert fp.current_precision(A) is BF16
     assert fp.current_precision("cpu") is None
+
+
+@pytest.mark.trouble("T58")
+@pytest.mark.parametrize("overload", ["aten::linear", "aten::mse_loss"])
+def test_beside_other_threads_no_kernel_that_keeps_pythons_lock_is_called(overload: str) -> None:
+    """Torch's own autocast kernels do, when they are called from Python."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for name in ("AutogradCPU", "AutocastCPU"):
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    kept: list[int] = []
+    op = _torch.overload_named(overload)
+    rule = make_rule(op, overload, UNIFIED, "cpu", lambda keys, *args: kept.append(len(args)))
+    assert rule is not None
+    with region():
+        rule(keys, (A, A), {})
+    assert kept == [2]
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with region():
+            assert isinstance(rule(keys, (A, A), {}), Tensor)
+    finally:
+        done.set()
+        other.join()
+    assert kept == [2]

@@ -193,14 +193,16 @@ def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
 
 # Torch's own kernel does in C++ to an operator that has the same class in its table what our rule does in
 # Python. The next two take that short way for ordinary calls. (Around a list of tensors or a keyword our
-# rules know more.)
+# rules know more.) A kernel called so keeps Python's lock while it runs. Other threads would wait for that, and
+# one that holds the lock of a parameter while it waits for Python's would wait for ever.
 
 
 def _widened_by_torch(device_type: str, rule: Rule, native: Callable[..., Any]) -> Rule:
     plain, half_complex = _torch.plain_keys(device_type), torch.complex32
+    other_threads = _torch.other_threads
 
     def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs or keys.raw_repr() != plain:
+        if kwargs or keys.raw_repr() != plain or other_threads():
             return rule(keys, args, kwargs)
         for value in args:
             # Torch's kernel leaves it alone.
@@ -217,10 +219,11 @@ def _lowered_by_torch(
     places, keep = caster.places, cache.cast_plainly
     asked_dtype, device_type, float32 = torch.get_autocast_dtype, caster.device_type, torch.float32
     targets, plain = _Targets(_kind(overload), policy, device_type), _torch.plain_keys(device_type)
+    other_threads = _torch.other_threads
 
     def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = asked_dtype(device_type)
-        if kwargs or keys.raw_repr() != plain or targets[dtype] is not dtype:
+        if kwargs or keys.raw_repr() != plain or targets[dtype] is not dtype or other_threads():
             return rule(keys, args, kwargs)
         count, changed = len(args), None
         for place in places:
