@@ -104,6 +104,7 @@ def run_writer(path: Path, first: int, draw: random.Random, outside: bool) -> tu
 
 
 def main(path: Path) -> None:
+    torch.set_num_threads(1)
     draw = random.Random(0)
     fp.save(path, **state(0))
     step, saves, in_mid_save, abandoned = 0, 0, 0, 0

@@ -22,6 +22,15 @@ EVERYWHERE = fp.Policy.unified(slow_kernels=True)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Operators this small gain nothing from a second one, and wait for it on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Noisy(Dataset):
     """Samples with noise from every generator that an augmentation may use."""
 
