@@ -193,8 +193,8 @@ def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
 
 # Torch's own kernel does in C++ to an operator that has the same class in its table what our rule does in
 # Python. The next two take that short way for ordinary calls. (Around a list of tensors or a keyword our
-# rules know more.) A kernel called so keeps Python's lock while it runs. Other threads would wait for that, and
-# one that holds the lock of a parameter while it waits for Python's would wait for ever.
+# rules know more.) A kernel called so keeps Python's lock while it runs. Other threads would wait for that,
+# and one that holds the lock of a parameter while it waits for Python's would wait for ever.
 
 
 def _widened_by_torch(device_type: str, rule: Rule, native: Callable[..., Any]) -> Rule:
