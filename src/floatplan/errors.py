@@ -8,6 +8,7 @@ FloatplanError
 │   └── CheckpointMissingError (also FileNotFoundError)   there is no file
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
 ├── StepError (also RuntimeError)        calls of a training step in an order that would corrupt it
+├── ScalingError (also RuntimeError)     step after step is refused, so that nothing is learned
 ├── TaskError (also ValueError)          a task, row or option of a command that does not exist
 ├── DataError (also OSError)             data that is missing or cannot be read
 └── RunFolderError (also OSError)        a run folder that cannot be written or read
@@ -55,6 +56,8 @@ class DeviceError(FloatplanError, RuntimeError):
 
 class StepError(FloatplanError, RuntimeError):
     """A training step that cannot go on, or calls in an order that would corrupt it."""
+class ScalingError(FloatplanError, RuntimeError):
+    """Step after step is refused: the run looks alive and learns nothing."""
 
 
 class TaskError(FloatplanError, ValueError):

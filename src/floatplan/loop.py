@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from floatplan.engine import Plan, autocast
-from floatplan.errors import FloatplanWarning, StepError
+from floatplan.errors import FloatplanWarning, ScalingError, StepError
 from floatplan.records import KnownStep, StepFacts, StepResult
 from floatplan.scaling import GradScaler
 from floatplan.step.checks import check_parameters, checked_count, checked_norm, checked_precision
@@ -188,7 +188,8 @@ class Amp:
             What was done: reason "accumulating" until the window ends.
 
         Raises:
-            StepError: there was no backward, or too many steps in a row were skipped.
+            StepError: there was no backward.
+            ScalingError: too many steps in a row were skipped.
         """
         window = self._window(optimizer)
         clip_norm = self.clip_norm if clip_norm is None else checked_norm(clip_norm)
@@ -288,7 +289,7 @@ class Amp:
             "a fp.Plan, or use bf16"
         )
         if on_skips == "raise":
-            raise StepError(message)
+            raise ScalingError(message)
         warnings.warn(message, FloatplanWarning, stacklevel=5)
 
     # --- Windows --------------------------------------------------------------------------------------
@@ -323,6 +324,12 @@ class Amp:
             chosen.growth_factor,
             chosen.backoff_factor,
             chosen.growth_interval,
+            min_scale=chosen.min_scale,
+            max_scale=chosen.max_scale,
+            hysteresis=chosen.hysteresis,
+            regrowth_interval=chosen.regrowth_interval,
+            max_consecutive_skips=None,
+            check_losses=False,
         )
 
     @staticmethod

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import floatplan as fp
-from floatplan.errors import FloatplanWarning, StepError
+from floatplan.errors import FloatplanWarning, ScalingError, StepError
 
 SEED = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 16, 4, generator=SEED), torch.randint(2, (12, 16), generator=SEED)
@@ -272,7 +272,7 @@ def test_too_many_skips_in_a_row() -> None:
 
     model = make()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StepError, match="3 steps in a row were skipped: overflow"):
+    with pytest.raises(ScalingError, match="3 steps in a row were skipped: overflow"):
         run(fp.Amp(model, sgd, "bf16", settings=fp.Settings(max_consecutive_skips=3)), model, 4)
     settings = fp.Settings(max_consecutive_skips=3, on_skips="warn")
     with pytest.warns(FloatplanWarning, match="in a row were skipped") as said:

@@ -9,22 +9,17 @@ from typing import Any, overload
 import torch
 from torch.amp.grad_scaler import OptState
 
-from floatplan import _torch
 from floatplan.records import KnownStep, StepFacts, StepResult
-from floatplan.scaling import gradients, protocol, self_scaling, settings
+from floatplan.scaling import closures, gradients, misuse, protocol, self_scaling
+from floatplan.scaling.base import ScalerState, fresh_state
 from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
-from floatplan.scaling.streaks import Streaks
+from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
 
 
-def _fresh_state() -> dict[str, Any]:
-    """What is known of an optimizer at the start of an iteration. At module level, so that it pickles."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScalerState):
     """Scales a loss up so that small float16 gradients survive, and gradients back before the step.
 
     A step whose gradients are not finite is skipped and the scale multiplied by ``backoff_factor``;
@@ -43,52 +38,26 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: number of steps in a row without an overflow before the scale grows.
         enabled: if False, ``scale`` returns its argument, ``step`` calls the optimizer, and the rest
             does nothing.
+        min_scale: backing off goes no lower. None: 2**-14, or ``init_scale`` where that is lower.
+        max_scale: growth goes no higher. None: 2**24, or ``init_scale`` where that is higher.
+        hysteresis: overflows, in a row or not, until the scale backs off; counted anew when it changes.
+        regrowth_interval: steps in a row without an overflow before the scale grows while it is below one
+            with which a step has succeeded. None: ``growth_interval``.
+        check_losses: whether to look, in the first iterations with an optimizer, for gradients of losses that
+            were not scaled, and for clipping of gradients that are not unscaled.
+        max_consecutive_skips: acts after this many iterations in a row that were skipped, and after each
+            further as many. None: never.
+        on_skips: "warn" (FloatplanWarning), "raise" (ScalingError out of ``update``) or a function that is
+            called with the ``StepResult`` of the last one.
 
     Raises:
         AssertionError: a factor is out of range.
-        ValueError: ``init_scale`` is out of range.
+        ValueError: a scale or a limit is out of range, ``init_scale`` is outside of a given limit, or a
+            count is below 1.
         TypeError: ``device`` is neither a string nor a ``torch.device``.
     """
 
-    def __init__(
-        self,
-        device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        kind = settings.device_type(device)
-        enabled = enabled and settings.can_scale_on(kind)
-        if enabled:
-            settings.check_factors(growth_factor, backoff_factor)
-            settings.checked_scale(init_scale, "init_scale")
-        self._device = kind
-        self._enabled = enabled
-        self._init_scale = init_scale
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._init_growth_tracker = 0
-        # Both are made by the first scale(), on the device of the loss.
-        self._scale: torch.Tensor | None = None
-        self._growth_tracker: torch.Tensor | None = None
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_state)
-        self._streaks = Streaks()
-
     # --- Scaling up -----------------------------------------------------------------------------------
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return protocol.made(self._scale, self._growth_tracker, funcname)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError(
-                "_growth_tracker was made before _scale; set neither by hand, scale() makes both"
-            )
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
 
     @overload
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
@@ -110,15 +79,26 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        result: torch.Tensor | Iterable[torch.Tensor] = scaled(outputs, self._scale_on)
+        if isinstance(outputs, torch.Tensor):
+            return self._scale_one(outputs)
+        result: Iterable[torch.Tensor] = scaled(outputs, self._scale_one)
         return result
 
-    def _scale_on(self, device: torch.device) -> torch.Tensor:
-        """The scale, made on ``device`` if this is the first use, and copied there if it lies elsewhere."""
+    def _scale_one(self, output: torch.Tensor) -> torch.Tensor:
+        """``output`` times the scale, which is made where it lies if this is the first use."""
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+            self._lazy_init_scale_growth_tracker(output.device)
         scale, _ = self._check_scale_growth_tracker("scale")
-        return gradients.to_device(scale, device)
+        result: torch.Tensor = output * gradients.to_device(scale, output.device)
+        if self._watched:
+            self._backwards.follow(result)
+        if self._outputs is not None:
+            self._outputs.append(result)
+        return result
+
+    def _follows_outputs(self) -> bool:
+        """Whether every output that is scaled is known: not where a subclass scales by itself."""
+        return type(self).scale is GradScaler.scale
 
     # --- Scaling back ---------------------------------------------------------------------------------
 
@@ -133,30 +113,42 @@ class GradScaler(torch.amp.GradScaler):
         with torch.no_grad():
             batches = gradients.collect(optimizer, allow_fp16)
             flags = gradients.unscale_(batches, inv_scale, found_inf)
-            measured = measure(batches)
+            state = self._per_optimizer_states[id(optimizer)]
+            state["measured"] = measured = measure(batches, state.get("bound", NO_BOUND))
             flag_(flags, measured)
-        self._per_optimizer_states[id(optimizer)]["measured"] = measured
         return flags
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale, in place, and check that they are finite.
 
         Call it after the last backward pass of the step where gradients are looked at or clipped;
-        otherwise ``step`` does it. Makes no device-to-host sync for dense gradients. Sparse gradients
-        are coalesced, which may put a new tensor into ``.grad``.
+        otherwise ``step`` does it. A second call with nothing in between does nothing.
+        Makes no device-to-host sync for dense gradients. Sparse gradients are coalesced, which may put a
+        new tensor into ``.grad``.
 
         Raises:
-            RuntimeError: it was unscaled or stepped already since the last ``update()``.
+            RuntimeError: it was unscaled since the last ``update()`` and its gradients have changed since,
+                or it was stepped; or a part of the gradients is of a loss that was not scaled.
             ValueError: a gradient is float16.
             AssertionError: ``scale`` was never called.
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        scale = self._scale_for(optimizer, "unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        protocol.check_unscale(state["stage"])
-        self._unscale_and_record(optimizer, *gradients.inverse(scale), False)
+        if not protocol.may_unscale(optimizer, state):
+            return
+        self._unscale_and_record(optimizer, *gradients.inverse(scale), False, bound(optimizer))
         state["stage"] = OptState.UNSCALED
+        if not state.get("in_step"):
+            state["unscaled"] = protocol.marks(optimizer)
+
+    def _scale_for(self, optimizer: torch.optim.Optimizer, call: str) -> torch.Tensor:
+        """The scale; of a scaler that was loaded or copied, made where the gradients lie."""
+        if self._scale is None and self._loaded:
+            device = gradients.some_device(optimizer)
+            self._lazy_init_scale_growth_tracker(torch.device(self._device) if device is None else device)
+        return self._check_scale_growth_tracker(call)[0]
 
     def _unscale_and_record(
         self,
@@ -164,15 +156,22 @@ class GradScaler(torch.amp.GradScaler):
         factor: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool,
+        bound: Bound = NO_BOUND,
     ) -> None:
-        """Unscale, and measure what a subclass that unscales in its own way did not."""
+        """Unscale, and measure what a subclass that unscales in its own way did not.
+
+        What lies above ``bound`` when it is unscaled is refused.
+        """
         state = self._per_optimizer_states[id(optimizer)]
         state.pop("measured", None)
         state["names"] = gradients.parameter_names(optimizer)
+        state["bound"] = bound
+        if self._check_losses:
+            misuse.begin(self, optimizer)
         flags = self._unscale_grads_(optimizer, factor, found_inf, allow_fp16)
         if "measured" not in state:
             with torch.no_grad():
-                state["measured"] = measure(gradients.collect(optimizer, allow_fp16=True))
+                state["measured"] = measure(gradients.collect(optimizer, allow_fp16=True), bound)
                 flag_(flags, state["measured"])
         state["found_inf_per_device"] = flags
 
@@ -202,33 +201,77 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients if ``unscale_`` was not called, and step if all of them are finite.
 
         Args:
-            optimizer: its ``step`` is called with ``args`` and ``kwargs``; no closure.
+            optimizer: its ``step`` is called with ``args`` and ``kwargs``. A closure, first or by name,
+                zeroes the gradients, computes the loss, calls ``scaler.scale(loss).backward()`` and returns
+                the loss; gradients are unscaled before the optimizer sees them. If an evaluation is not
+                finite, parameters and state stay as before the step.
 
         Returns:
-            What was done. True where the optimizer stepped; ``value`` is what its ``step`` returned.
+            What was done. True where the optimizer stepped; ``value`` is what its ``step`` returned. Where
+            no parameter has a gradient nothing is done, with one FloatplanWarning per optimizer.
 
         Raises:
-            RuntimeError: called twice without ``update()`` in between, or with a closure.
-            AssertionError: ``scale`` was never called, or no parameter has a gradient.
+            RuntimeError: called twice without ``update()`` in between; a closure does not scale its loss; or
+                a part of the gradients is of a loss that was not scaled.
+            AssertionError: ``scale`` was never called.
             ValueError: a gradient is float16 (optimizers that unscale by themselves take those).
         """
         if not self._enabled:
             value = optimizer.step(*args, **kwargs)
             return StepResult(KnownStep(StepFacts(True, False, DISABLED, 1.0), 1.0, value))
-        protocol.check_no_closure(kwargs)
-        scale, _ = self._check_scale_growth_tracker("step")
+        closure = closures.taken_from(args, kwargs)
+        if closure is not None:
+            return closures.step(self, optimizer, closure, args, kwargs)
+        return self._step(optimizer, args, kwargs)
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepResult:
+        """`step` with gradients that are there."""
+        if self._scale is None and gradients.some_device(optimizer) is None:
+            return self._nothing_to_do(optimizer, self._init_scale)
+        scale = self._scale_for(optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
         protocol.check_step(state["stage"])
         used = gradients.snapshot(scale)
+        state["in_step"] = True
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             value = self_scaling.step(self, optimizer, state, args, kwargs)
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            protocol.check_gradients(optimizer, state["found_inf_per_device"])
-            value = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            value = None
+            if state["found_inf_per_device"] and not self._note_fault(optimizer, state):
+                value = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        if not state["found_inf_per_device"] and gradients.some_device(optimizer) is None:
+            return self._nothing_to_do(optimizer, used)
         state["stage"] = OptState.STEPPED
+        state.pop("unscaled", None)
         return self._result(optimizer, state, used, value)
+
+    def _nothing_to_do(self, optimizer: torch.optim.Optimizer, scale: float | torch.Tensor) -> StepResult:
+        """The result where no parameter has a gradient, as if the step had not been called. Says so once."""
+        why = protocol.why_no_gradients(optimizer)
+        self._notes.warn_once(
+            optimizer,
+            "no gradients",
+            f"step() did nothing: {why}. Was backward() called on a loss that depends on them, was the "
+            "optimizer made before model.to(device) or before a layer was replaced, or are gradients "
+            "cleared before the step?",
+        )
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.READY
+        streak = self._streaks.now(optimizer)
+        state["evidence"] = Evidence(False, scale, streak, (), (), None, fault=why)
+        return StepResult(state["evidence"])
+
+    def _note_fault(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+        """Whether the optimizer has a setting that forbids to step. Says so once."""
+        found = fault(optimizer, {part.dtype for part in state.get("measured", ())})
+        if found is not None:
+            state["fault"] = found
+            self._notes.warn_once(optimizer, found, f"every step is refused. {found}. Change it and go on.")
+        return found is not None
 
     def _result(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: float | torch.Tensor, value: Any
@@ -243,9 +286,24 @@ class GradScaler(torch.amp.GradScaler):
             refused = gradients.any_flag(state["found_inf_per_device"].values(), device)
         if isinstance(refused, torch.Tensor) and refused.device.type == "cpu":
             refused = bool(refused.item())
-        streak = self._streaks.count(optimizer, refused)
+        found = state.get("fault")
+        streak = self._streaks.count(optimizer, refused if found is None else True)
         measured, names = state.get("measured", ()), state.get("names", ())
-        evidence = Evidence(refused, scale, streak, measured, names, value)
+        calibrated: bool | torch.Tensor = self._memory.best_scale > 0
+        if not calibrated and self._memory.tensor is not None:
+            calibrated = self._memory.tensor.select(0, 1).clone()
+        evidence = Evidence(
+            refused,
+            scale,
+            streak,
+            measured,
+            names,
+            value,
+            calibrated,
+            self._limits.min_scale,
+            state.get("bound", NO_BOUND).reason,
+            found,
+        )
         state["evidence"] = evidence
         return StepResult(evidence)
 
@@ -255,140 +313,48 @@ class GradScaler(torch.amp.GradScaler):
         """Adjust the scale; call it once at the end of an iteration, after the ``step`` of every optimizer.
 
         Times ``backoff_factor`` if a gradient was not finite in any of them, times ``growth_factor`` after
-        ``growth_interval`` updates in a row without one. The product is taken in float64 and rounded to
-        float32; growth that would reach inf is left out. No device-to-host sync.
+        ``growth_interval`` updates in a row without one, within the limits. The product is taken in float64
+        and rounded to float32; growth that would reach inf is left out. No device-to-host sync. Does
+        nothing where nothing was unscaled or stepped since the last call.
 
         Args:
             new_scale: set the scale to this number (above 0, finite) or one-element tensor instead. The
                 count of good steps stays as it is.
 
         Raises:
-            AssertionError: nothing was unscaled or stepped since the last call, or ``new_scale`` is no
-                number or fitting tensor.
-            ValueError: ``new_scale`` is out of range.
+            AssertionError: ``new_scale`` is no number or fitting tensor.
+            ValueError: ``new_scale`` is out of range, or passes a limit that was set for this scaler.
+            ScalingError: ``max_consecutive_skips`` is reached and ``on_skips`` is "raise".
         """
         if not self._enabled:
+            return
+        if self._scale is None and self._growth_tracker is None:
+            if new_scale is not None:
+                self._init_scale = float(self._wanted_scale(new_scale))
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        at_the_floor = moved = False
         if new_scale is not None:
-            value = settings.new_scale_value(new_scale, self._device)
-            scale.copy_(value) if isinstance(value, torch.Tensor) else scale.fill_(value)
+            wanted = self._wanted_scale(new_scale)
+            scale.copy_(wanted) if isinstance(wanted, torch.Tensor) else scale.fill_(wanted)
+            self._memory.scale_was_set()
         else:
-            flags = [
-                flag
-                for state in self._per_optimizer_states.values()
-                for flag in state["found_inf_per_device"].values()
-            ]
-            protocol.check_update(flags)
-            _torch.update_scale_(
-                scale,
-                growth_tracker,
-                gradients.any_flag(flags, scale.device),
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
-            )
-        for state in self._per_optimizer_states.values():
-            if "evidence" in state:
-                state["evidence"].scale_after = gradients.snapshot(scale)
-        self._per_optimizer_states = defaultdict(_fresh_state)
-
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale
-
-    def get_scale(self) -> float:
-        """The scale as a float; 1.0 if disabled. Waits for the device."""
-        if not self._enabled:
-            return 1.0
-        scale = self._get_scale_async()
-        return self._init_scale if scale is None else scale.item()
-
-    def get_growth_factor(self) -> float:
-        """The factor by which the scale grows."""
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows; ValueError unless above 0. 1.0 stops growth."""
-        self._growth_factor = settings.checked_factor(new_factor, "growth_factor")
-
-    def get_backoff_factor(self) -> float:
-        """The factor by which the scale is multiplied after an overflow."""
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor of an overflow; ValueError unless above 0. 1.0 keeps the scale where it is."""
-        self._backoff_factor = settings.checked_factor(new_factor, "backoff_factor")
-
-    def get_growth_interval(self) -> int:
-        """The number of steps in a row without an overflow before the scale grows."""
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of steps in a row without an overflow before the scale grows."""
-        self._growth_interval = new_interval
-
-    def _get_growth_tracker(self) -> int:
-        if not self._enabled:
-            return 0
-        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
-
-    def is_enabled(self) -> bool:
-        """Whether this scaler scales."""
-        return self._enabled
-
-    # --- State ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """``scale`` and the two factors (floats), ``growth_interval`` and ``_growth_tracker`` (ints).
-
-        The same keys as torch's, so that a checkpoint of one loads into the other; empty if disabled. Call
-        it after ``update()``. Waits for the device.
-        """
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self.get_scale(),
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._get_growth_tracker(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned, of this class or torch's. Does nothing if disabled.
-
-        All entries are checked before any is used: after an error the scaler is as it was.
-
-        Raises:
-            RuntimeError: the state is empty, as of a disabled scaler.
-            KeyError: entries are missing; names them.
-            TypeError, ValueError: an entry is no number, or one that no training can run with.
-        """
-        if not self._enabled:
-            return
-        saved = settings.saved_state(state_dict)
-        self._init_scale = saved.scale
-        self._growth_factor = saved.growth_factor
-        self._backoff_factor = saved.backoff_factor
-        self._growth_interval = saved.growth_interval
-        self._init_growth_tracker = saved.growth_tracker
-        if self._scale is not None:
-            self._scale.fill_(saved.scale)
-        if self._growth_tracker is not None:
-            self._growth_tracker.fill_(saved.growth_tracker)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
-        state = self.__dict__.copy()
-        state.pop("_streaks", None)
-        if self._enabled:
-            protocol.check_between_iterations(self._per_optimizer_states)
-            state["_init_scale"] = self.get_scale()
-            state["_init_growth_tracker"] = self._get_growth_tracker()
-            state["_scale"] = None
-            state["_growth_tracker"] = None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._streaks = Streaks()
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            fault = any("fault" in state for state in states)
+            moved = bool(flags) or fault
+            if moved:
+                at_the_floor = self._advance(scale, growth_tracker, flags, fault)
+        evidence = [state["evidence"] for state in states if "evidence" in state]
+        for one in evidence:
+            one.scale_after = gradients.snapshot(scale)
+        self._per_optimizer_states = defaultdict(fresh_state)
+        if self._watched:
+            misuse.end_iteration(self)
+        if moved:
+            memory = self._skips.seen(self._memory)
+            self._memory.best_scale = max(self._memory.best_scale, memory.best_scale)
+            if memory.skips_in_a_row or self._skipping:
+                self._skipping = memory.skips_in_a_row > 0
+                results = [StepResult(one) for one in evidence]
+                self._skips.look(memory.skips_in_a_row, results, self._limits, at_the_floor)

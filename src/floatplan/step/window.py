@@ -19,6 +19,7 @@ from floatplan.scaling import GradScaler, gradients, self_scaling
 from floatplan.scaling.evidence import Evidence
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import Measured, Part, flag_, measure, total_norm
+from floatplan.scaling.written import UPDATE, bound, fault
 
 Reduce = Callable[[Tensor], None]
 """Makes a 0-dim float32 flag the largest of all ranks, in place."""
@@ -87,6 +88,8 @@ class Window:
         self.is_open = self.is_unscaled = False
         self._sums = {}
         self._flags: list[Flags] = []
+        self._fault: str | None = None
+        self._too_large = UPDATE
         self._measured: Measured = ()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -184,10 +187,13 @@ class Window:
             with torch.no_grad():
                 batches = gradients.collect(optimizer, allow_fp16=False)
                 flags = gradients.unscale_(batches, inverse, useless)
-                found = [self._named(part, optimizer) for part in measure(batches)]
+                limit = bound(optimizer)
+                found = [self._named(part, optimizer) for part in measure(batches, limit)]
                 flag_(flags, tuple(found))
             measured += found
             self._flags.append(flags)
+            self._fault = self._fault or fault(optimizer, {part.dtype for part in found})
+            self._too_large = limit.reason if limit.reason != UPDATE else self._too_large
         self._measured = tuple(measured)
         self.is_unscaled = True
 
@@ -205,9 +211,11 @@ class Window:
         return any(self._flags)
 
     def found_inf(self) -> Tensor:
-        """1.0 if a gradient of any of the optimizers, on any rank, is not finite, else 0.0."""
+        """1.0 if any of the optimizers, on any rank, would write what is not finite, else 0.0."""
         flags = [flag for of_one in self._flags for flag in of_one.values()]
         flag = gradients.any_flag(flags, flags[0].device if flags else torch.device("cpu"))
+        if self._fault is not None:
+            flag.fill_(1.0)
         if self._reduce is not None:
             self._reduce(flag)
         return flag
@@ -245,7 +253,21 @@ class Window:
         """What the step did."""
         self._skips = (self._skips + 1) * refused
         names = ((self._names.names, len(self._names.names)),)
-        return Evidence(refused, scale, self._skips, self._measured, names, value)
+        calibrated, lowest = True, 0.0
+        if self.scaler is not None:
+            calibrated, lowest = self.scaler._memory.best_scale > 0, self.scaler._limits.min_scale
+        return Evidence(
+            refused,
+            scale,
+            self._skips,
+            self._measured,
+            names,
+            value,
+            calibrated,
+            lowest,
+            self._too_large,
+            self._fault,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, scale, and the gradients of a window that has begun, by the parameter's place."""
