@@ -56,6 +56,8 @@ class DeviceError(FloatplanError, RuntimeError):
 
 class StepError(FloatplanError, RuntimeError):
     """A training step that cannot go on, or calls in an order that would corrupt it."""
+
+
 class ScalingError(FloatplanError, RuntimeError):
     """Step after step is refused: the run looks alive and learns nothing."""
 

@@ -229,7 +229,10 @@ class Amp:
         For gradient penalties: scaled on the way through 16-bit formats where the precision needs it.
         """
         scaler = self._window(None if len(self.optimizers) == 1 else self.optimizers[0]).scaler
-        scale = torch.ones(()) if scaler is None else scaler._scale_on(outputs.device).clamp(max=GRAD_SCALE)
+        scale: Any = 1.0
+        if scaler is not None:
+            now = scaler._get_scale_async()
+            scale = min(scaler.get_scale(), GRAD_SCALE) if now is None else now.clamp(max=GRAD_SCALE)
         scaled = outputs.float().sum() * scale
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         found = torch.autograd.grad(scaled, inputs, create_graph=True, **options)

@@ -37,12 +37,14 @@ class Reference:
         scale: the loss scale; 1.0 and fixed where nothing is scaled.
         is_scaled: whether it moves.
         interval: good steps in a row before it grows.
+        squares: whether the optimizer squares gradients.
     """
 
     accumulate: int
     scale: float
     is_scaled: bool
     interval: int
+    squares: bool
     good: int = 0
     skips: int = 0
     count: int = 0
@@ -54,18 +56,22 @@ class Reference:
         self.total = scaled if self.total is None else self.total + scaled
         self.count += 1
 
-    def end(self, clip: float | None) -> tuple[bool, float]:
-        """The step: whether it is taken, and the scale after it."""
+    def end(self, clip: float | None, said: float | None) -> tuple[bool, float]:
+        """The step: whether it is taken, and the scale after it.
+
+        ``said`` is the norm in the result, which clipping is by: right to six digits.
+        """
         assert self.total is not None
         inverse = torch.tensor(1.0 / (self.scale * self.count), dtype=torch.float64).float()
         gradient = self.total * inverse
         taken = bool(self.total.isfinite().all() and gradient.isfinite().all())
         norm = gradient.double().norm().item()
-        if taken and norm >= math.sqrt(torch.finfo(torch.float32).max):
+        if self.squares and norm >= math.sqrt(torch.finfo(torch.float32).max):
             taken = False  # its square would be infinite
         if taken:
-            if clip is not None and norm > clip:
-                gradient = gradient * (clip / norm)
+            assert said == pytest.approx(norm, rel=1e-6)
+            if clip is not None and said > clip:
+                gradient = gradient * (clip / said)
             self.steps.append(gradient)
         self.skips = 0 if taken else self.skips + 1
         if self.is_scaled:
@@ -105,12 +111,15 @@ class Machine:
 
     def __init__(self, name: str, precision: str, accumulate: int, interval: int) -> None:
         self.name, self.precision, self.interval = name, precision, interval
-        self.settings = fp.Settings(growth_interval=interval, on_skips=lambda result: None)
+        policy = fp.Policy.unified(slow_kernels=True)
+        self.settings = fp.Settings(growth_interval=interval, on_skips=lambda result: None, policy=policy)
         self.model = Two()
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        self.amp = fp.Amp(self.model, self.optimizer, precision, accumulate=accumulate, settings=self.settings)
+        self.amp = fp.Amp(
+            self.model, self.optimizer, precision, accumulate=accumulate, settings=self.settings
+        )
         scale = 2.0**16 if precision == "fp16" else 1.0
-        self.reference = Reference(accumulate, scale, precision == "fp16", interval)
+        self.reference = Reference(accumulate, scale, precision == "fp16", interval, name != "sgd")
 
     def act(self, action: str, gradient: tuple[str, float] | None) -> None:
         reference, amp = self.reference, self.amp
@@ -144,7 +153,7 @@ class Machine:
                 assert (result.stepped, result.reason, result.scale) == (False, "accumulating", used)
 
     def agrees(self, result: fp.StepResult, used: float, clip: float | None) -> None:
-        taken, after = self.reference.end(clip)
+        taken, after = self.reference.end(clip, result.grad_norm)
         said = (result.stepped, result.found_inf, result.scale, result.next_scale, result.skips_in_a_row)
         assert said == (taken, not taken, used, after, self.reference.skips)
 
