@@ -150,3 +150,17 @@ def test_an_exception_in_a_compiled_region_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="bfloat16"):
         torch.compile(fails, backend="eager")(A)
     assert here() is FP32
+
+
+@pytest.mark.trouble("T110")
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test_interpolation_has_one_dtype_eager_and_compiled(mode: str) -> None:
+    """The compiler takes the operator apart before it meets the one that torch's table of CUDA names."""
+
+    def twice_as_large(x: Tensor) -> Tensor:
+        with region():
+            return F.interpolate(x, scale_factor=2, mode=mode)
+
+    x = torch.randn(1, 2, 3, 3).bfloat16()
+    compiled = torch.compile(twice_as_large, backend="aot_eager")
+    assert compiled(x).dtype is twice_as_large(x).dtype is FP32

@@ -147,7 +147,11 @@ class Builder:
             for name in GUARDS[guard]:
                 args[place] = self.emit(OPS[name], [args[place]])
         params = {key: self.pick(values) for key, values in op.params.items()}
-        return self.scaled(self.agreeing(op, args, params))
+        name = self.agreeing(op, args, params)
+        scaled = self.scaled(name)
+        if scaled != name and op.result:
+            del self.state.env[name]
+        return scaled
 
     def tensor(self, word: str, bound: Bound, op: Op, args: list[str], first: str | None) -> str:
         """The next tensor after ``args``, of the shape that ``word`` says; binds its letters."""
@@ -211,6 +215,8 @@ class Builder:
         largest = self.state.env[name].tensor.detach().abs().max().item()
         if largest == 0 or SMALLEST <= largest <= LARGEST:
             return name
+        if largest < SMALLEST**2:
+            raise Impossible  # what is left of a difference
         factor = 2.0 ** -math.floor(math.log2(largest))
         if self.state.env[name].format is torch.float16 and not 2**-14 < factor < 2**15:
             raise Impossible

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,6 @@ from programs.program import (
     Program,
     Threads,
     With,
-    compiled,
     regions,
     walk,
 )
@@ -118,6 +118,7 @@ def shares(
 
 
 TINY = 1e-30
+NUMBERS = itertools.count()
 
 
 def is_steady(program: Program, state: Reference) -> bool:
@@ -136,7 +137,7 @@ def error_without_regions(program: Program) -> str | None:
     """What torch says of the program in float32, if it does not take it."""
     text = program.source().replace("import floatplan as fp", "from programs import plain as fp")
     try:
-        exec(compiled(text), vars(ModuleType("plain_program")))
+        exec(compile(text, "<program>", "exec"), vars(ModuleType("plain_program")))
     except RuntimeError as error:
         return str(error)
     return None
@@ -144,11 +145,11 @@ def error_without_regions(program: Program) -> str | None:
 
 def execute(program: Program) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """Run the text of the program: its results, and the gradients of its leaves."""
-    module = ModuleType("random_program")
-    # The compiler looks a function's globals up by the name of its module.
+    # The compiler looks a function's globals up by the name of its module, and remembers which that was.
+    module = ModuleType(f"random_program_{next(NUMBERS)}")
     sys.modules[module.__name__] = module
     try:
-        exec(compiled(program.source()), vars(module))
+        exec(compile(program.source(), "<program>", "exec"), vars(module))
     finally:
         del sys.modules[module.__name__]
     leaves = {leaf.name: getattr(module, leaf.name) for leaf in program.leaves if leaf.grad}

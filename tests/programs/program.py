@@ -217,8 +217,8 @@ class Program:
 
 @cache
 def compiled(text: str) -> CodeType:
-    """``text`` ready to be executed, each text once."""
-    return compile(text, "<program>", "exec")
+    """``text`` ready to be executed, each text once; for the texts of operators, which are few."""
+    return compile(text, "<operator>", "exec")
 
 
 def walk(body: tuple[Statement, ...]) -> Iterator[Statement]:

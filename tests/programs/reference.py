@@ -91,6 +91,11 @@ class _Rounded(torch.autograd.Function):
         return back, None, None, None, None
 
 
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The one with the largest unit."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def moved(x: Tensor, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
     """``x`` with each element one unit of its own up or down, or where it was."""
     info = torch.finfo(dtype)
@@ -190,8 +195,9 @@ class Reference:
         noise: source of the perturbation, if this run has one.
         env: what each name stands for.
         leaves: the float64 leaves, which collect the gradients.
-        compiled: the lowest format of a compiled program: torch traces its backward in the region of the
-            forward, so that products in the backward of a float32 operator run in that format.
+        compiled: the lowest format of torch's own regions in a compiled program: torch traces the backward
+            in the region of the forward, so that products in the backward of a float32 operator run in that
+            format.
         budget: of each root, the error allowed so far, relative to the largest magnitude.
         steps: of each root, the operators on the longest path to it.
         kept: roots that a kernel may have saved for the backward as they are.
@@ -282,10 +288,18 @@ class Reference:
 
     def _cast(self, value: Value, dtype: torch.dtype) -> Value:
         budget = self.budget[value.root] + UNITS * torch.finfo(dtype).eps
-        return self._new(self._rounded(value.tensor, dtype), dtype, budget, self.steps[value.root] + 1)
+        tensor = self._rounded(value.tensor, dtype, back=coarsest(dtype, value.format))
+        return self._new(tensor, dtype, budget, self.steps[value.root] + 1)
 
-    def _rounded(self, tensor: Tensor, dtype: torch.dtype, unit: torch.dtype | None = None) -> Tensor:
-        return _Rounded.apply(tensor, dtype, self.noise, unit, self.compiled)  # type: ignore[no-any-return]
+    def _rounded(
+        self,
+        tensor: Tensor,
+        dtype: torch.dtype,
+        unit: torch.dtype | None = None,
+        back: torch.dtype | None = None,
+    ) -> Tensor:
+        back = coarsest(back or dtype, self.compiled or dtype)
+        return _Rounded.apply(tensor, dtype, self.noise, unit, back)  # type: ignore[no-any-return]
 
     def call(self, call: Call) -> None:
         """Execute an operator.
@@ -327,7 +341,8 @@ class Reference:
     def _taken(self, value: Value, dtype: torch.dtype) -> Tensor:
         """A rounded copy, so that a later write into the value does not reach what autograd saved."""
         unchanged = dtype is value.format and dtype is not torch.float64
-        return self._rounded(value.tensor, dtype, torch.float32 if unchanged else dtype)
+        back = coarsest(dtype, value.format)  # the way back goes through both
+        return self._rounded(value.tensor, dtype, torch.float32 if unchanged else dtype, back)
 
     def allowed(self, name: str) -> float:
         """The error that a value may have."""
@@ -367,8 +382,8 @@ def reference(program: Program, seed: int | None = None) -> Reference:
     """Run a program; with a seed, perturbed."""
     state = Reference(None if seed is None else torch.Generator().manual_seed(seed))
     if any(getattr(statement, "kind", "") == "compile" for statement in walk(program.body)):
-        found = [getattr(torch, region.dtype) for region in regions(program)]
-        state.compiled = max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+        found = [getattr(torch, region.dtype) for region in regions(program) if region.native]
+        state.compiled = coarsest(torch.float32, *found)
     for leaf in program.leaves:
         state.start(leaf)
     state.run(program.body)

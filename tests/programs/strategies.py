@@ -140,9 +140,9 @@ class Composer(Builder):
             if self.chance(3):
                 self.statements(DEEPEST, 1)
         self.frozen = self.frozen_after(frozen, leaves)
-        fitting = [
-            name for name in reversed(self.state.env) if name not in before and self.shape(name) == shape
-        ]
+        made = [name for name in reversed(self.state.env) if name not in before]
+        leaves_here = {leaf.name for leaf in self.leaves}
+        fitting = [name for name in made if self.shape(name) == shape and name not in leaves_here]
         if not body or not fitting:
             self.body.extend(body)
             return

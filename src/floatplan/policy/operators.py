@@ -211,6 +211,13 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group("interpolation that no table of torch names", FP32, {}, "_upsample_lanczos2d_aa"),
     Group(
+        "interpolation by overloads that torch's compiler takes apart before they meet those above", FP32, {},
+        """upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec _upsample_nearest_exact1d.vec
+        _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_linear1d.vec
+        upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec upsample_trilinear3d.vec upsample_bicubic2d.vec
+        _upsample_bicubic2d_aa.vec _upsample_lanczos2d_aa.vec""",
+    ),
+    Group(
         "sampling: a 16-bit coordinate misses pixels", FP32, on("cpu", FP32) | on("cuda xpu mps", WIDEST),
         "grid_sampler",
     ),
