@@ -173,15 +173,24 @@ class Window:
         scale = self.scaler._get_scale_async()
         return self.scaler.get_scale() if scale is None else gradients.snapshot(scale)
 
+    def _scale(self) -> Tensor:
+        """The scale, 0-dim; that of a state that was loaded is made where the gradients lie."""
+        if self.scaler is None:
+            return torch.ones(())
+        if self.scaler._get_scale_async() is None:
+            device = next((p.grad.device for p in self.parameters() if p.grad is not None), None)
+            self.scaler._lazy_init_scale_growth_tracker(device or torch.device("cpu"))
+        scale = self.scaler._get_scale_async()
+        assert scale is not None
+        return scale
+
     def unscale(self) -> None:
         """Divide the sum by scale and micro-batches, and check that it is finite. Once per window."""
         if self.is_unscaled:
             return
         if self.is_open:
             self.close_micro_batch()
-        scale = None if self.scaler is None else self.scaler._get_scale_async()
-        divisor = torch.ones(()) if scale is None else scale
-        inverse, useless = gradients.inverse(divisor * max(1, self.counted))
+        inverse, useless = gradients.inverse(self._scale() * max(1, self.counted))
         measured: list[Any] = []
         for optimizer in self.optimizers:
             with torch.no_grad():
