@@ -39,6 +39,7 @@ def test_public_names() -> None:
         "full_precision",
         "load",
         "save",
+        "upcast_trainable",
     ]
     for name in fp.__all__:
         assert getattr(fp, name) is not None

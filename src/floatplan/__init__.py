@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from floatplan.loop import Amp
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
-    from floatplan.scaling import GradScaler
+    from floatplan.scaling import GradScaler, upcast_trainable
     from floatplan.step.settings import Settings
     from floatplan.watch import explain
 
@@ -51,6 +51,7 @@ _HOMES = {
     "full_precision": "floatplan.engine",
     "load": "floatplan.checkpoint",
     "save": "floatplan.checkpoint",
+    "upcast_trainable": "floatplan.scaling",
 }
 
 # As with torch, ``floatplan.amp.autocast`` needs no import of its own.
@@ -78,6 +79,7 @@ __all__ = [
     "full_precision",
     "load",
     "save",
+    "upcast_trainable",
 ]
 
 
