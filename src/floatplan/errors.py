@@ -5,6 +5,7 @@ FloatplanError
 ├── PlanError (also ValueError)          a plan that cannot be read or does not fit the model
 ├── RegionError (also RuntimeError)      a region that cannot be entered, or cannot tell its policy
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
+├── ScalingError (also RuntimeError)     step after step is refused, so that nothing is learned
 ├── TaskError (also ValueError)          a task, row or option of a command that does not exist
 ├── DataError (also OSError)             data that is missing or cannot be read
 └── RunFolderError (also OSError)        a run folder that cannot be written or read
@@ -40,6 +41,10 @@ class RegionError(FloatplanError, RuntimeError):
 
 class DeviceError(FloatplanError, RuntimeError):
     """A device, or a number format on a device, that is not available here."""
+
+
+class ScalingError(FloatplanError, RuntimeError):
+    """Step after step is refused: the run looks alive and learns nothing."""
 
 
 class TaskError(FloatplanError, ValueError):

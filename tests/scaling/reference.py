@@ -34,7 +34,8 @@ class ReferenceOptimizer:
     grad: list[float] | None = None
     unscaled: bool = False
     found_inf: bool | None = None
-    skips_in_a_row: int = 0
+    skips_in_a_row: int | None = 0
+    """None: not met since the scaler was loaded."""
     weight: list[float] = field(default_factory=list)
 
     def backward(self, coefficients: list[float], scale: float) -> None:
@@ -48,12 +49,36 @@ class ReferenceScaler:
     growth_factor: float
     backoff_factor: float
     growth_interval: int
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+    hysteresis: int = 1
+    regrowth_interval: int | None = None
     tracker: int = 0
+    overflows: int = 0
+    best: float = 0.0
+    skips: int = 0
+    loaded_skips: int = 0
     stricter_than_torch: bool = False
     """Whether a decision so far was one that torch takes otherwise."""
 
     def __post_init__(self) -> None:
-        self.scale = f32(self.scale)
+        self._set(self.scale)
+
+    def _set(self, scale: float) -> None:
+        """To what a user asks for; limits give way."""
+        self.scale = f32(scale)
+        self.min_scale = min(self.min_scale, self.scale)
+        self.max_scale = max(self.max_scale, self.scale)
+
+    @property
+    def like_torch(self) -> bool:
+        """Whether there is no rule beside torch's, but for the limits."""
+        return self.hysteresis == 1 and self.regrowth_interval is None
+
+    def reload(self, optimizers: list[ReferenceOptimizer]) -> None:
+        self.loaded_skips = self.skips
+        for optimizer in optimizers:
+            optimizer.skips_in_a_row = None
 
     def unscale(self, optimizer: ReferenceOptimizer) -> None:
         assert optimizer.grad is not None
@@ -77,9 +102,10 @@ class ReferenceScaler:
         elif not optimizer.unscaled:
             self.unscale(optimizer)
         if optimizer.found_inf:
-            optimizer.skips_in_a_row += 1
+            before = optimizer.skips_in_a_row
+            optimizer.skips_in_a_row = (self.loaded_skips if before is None else before) + 1
             return False
-        optimizer.skips_in_a_row = 0
+        optimizer.skips_in_a_row = self.loaded_skips = 0
         optimizer.weight = [f32(0.0 - g) for g in optimizer.grad]
         return True
 
@@ -94,17 +120,35 @@ class ReferenceScaler:
 
     def update(self, optimizers: list[ReferenceOptimizer], new_scale: float | None = None) -> None:
         if new_scale is not None:
-            self.scale = f32(new_scale)
+            self._set(new_scale)
+            self.overflows = 0
         elif any(optimizer.found_inf for optimizer in optimizers):
-            self.scale = f32(self.scale * self.backoff_factor)
+            self.skips += 1
+            self.overflows += 1
             self.tracker = 0
-        elif self.tracker + 1 == self.growth_interval:
-            grown = f32(self.scale * self.growth_factor)
-            if math.isfinite(grown):
-                self.scale = grown
-            self.tracker = 0
+            if self.overflows == self.hysteresis:
+                self.overflows = 0
+                self._move(f32(self.scale * self.backoff_factor))
         else:
+            self.skips = 0
+            self.best = max(self.best, self.scale)
             self.tracker += 1
+            if self._may_grow():
+                self.tracker = self.overflows = 0
+                grown = f32(self.scale * self.growth_factor)
+                if math.isfinite(grown):
+                    self._move(grown)
         for optimizer in optimizers:
             optimizer.found_inf = None
             optimizer.unscaled = False
+
+    def _may_grow(self) -> bool:
+        if self.regrowth_interval is None:
+            return self.tracker == self.growth_interval
+        interval = self.regrowth_interval if self.scale < self.best else self.growth_interval
+        return self.tracker >= interval
+
+    def _move(self, scale: float) -> None:
+        """To ``scale`` or the limit before it; torch knows none."""
+        self.scale = min(max(scale, self.min_scale), self.max_scale)
+        self.stricter_than_torch |= self.scale != scale

@@ -16,6 +16,7 @@ from reference import ReferenceOptimizer, ReferenceScaler
 
 import floatplan as fp
 
+LEAST, MOST = 2.0**-149, (2 - 2**-23) * 2.0**127
 FORMS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -42,7 +43,12 @@ class Run:
     growth_factor: float
     backoff_factor: float
     growth_interval: int
+    limits: dict[str, object]
     iterations: tuple[Iteration, ...]
+
+    @property
+    def like_torch(self) -> bool:
+        return self.limits.get("hysteresis", 1) == 1 and self.limits.get("regrowth_interval") is None
 
 
 # Ordinary; lost in float16; overflowing float32 at a large scale; never finite.
@@ -70,6 +76,22 @@ def runs(draw: st.DrawFn) -> Run:
         growth_factor=draw(st.sampled_from([2.0, 1.5, 3.3, 1.0001, 1e6])),
         backoff_factor=draw(st.sampled_from([0.5, 0.7, 0.1, 1e-20])),
         growth_interval=draw(st.integers(1, 3)),
+        limits={
+            # Every scale that is drawn is within these, and what they stop is another matter than torch's.
+            **draw(st.sampled_from([{"min_scale": LEAST, "max_scale": MOST}, {"max_scale": MOST}])),
+            **draw(
+                st.sampled_from(
+                    [
+                        {},
+                        {},
+                        {"hysteresis": 2},
+                        {"hysteresis": 3, "regrowth_interval": 1},
+                        {"regrowth_interval": 2},
+                        {"regrowth_interval": 4},
+                    ]
+                )
+            ),
+        },
         iterations=draw(st.lists(iteration, min_size=1, max_size=8).map(tuple)),
     )
 
@@ -86,7 +108,10 @@ class Side:
 
     def _new(self) -> torch.amp.GradScaler:
         run = self.run
-        return self.kind("cpu", run.init_scale, run.growth_factor, run.backoff_factor, run.growth_interval)
+        arguments = (run.init_scale, run.growth_factor, run.backoff_factor, run.growth_interval)
+        if self.kind is torch.amp.GradScaler:
+            return self.kind("cpu", *arguments)
+        return self.kind("cpu", *arguments, **self.run.limits, max_consecutive_skips=None)
 
     def reload(self) -> None:
         state = self.scaler.state_dict()
@@ -103,11 +128,15 @@ class Side:
         return torch.equal(self.params[index].detach(), torch.tensor(expected))
 
 
+@pytest.mark.filterwarnings("ignore:the scale is at min_scale")
 @given(runs())
 @settings(max_examples=250, deadline=None)
 def test_scale_count_and_decisions_agree(run: Run) -> None:
     ours, theirs = Side(fp.GradScaler, run), Side(torch.amp.GradScaler, run)
-    known = ReferenceScaler(run.init_scale, run.growth_factor, run.backoff_factor, run.growth_interval)
+    known = ReferenceScaler(
+        run.init_scale, run.growth_factor, run.backoff_factor, run.growth_interval, **run.limits
+    )
+    known.stricter_than_torch = not run.like_torch
     models = [ReferenceOptimizer(2, run.form == "fused") for _ in ours.params]
     for iteration in run.iterations:
         if known.stricter_than_torch:
@@ -126,8 +155,7 @@ def one_iteration(
     if iteration.reload and known.scale > 0 and math.isfinite(known.scale):
         for side in sides:
             side.reload()
-        for model in models:
-            model.skips_in_a_row = 0
+        known.reload(models)
     results: list[tuple[fp.StepResult, bool]] = []
     checked = False
     for index, (turn, model) in enumerate(zip(iteration.turns, models, strict=True)):
@@ -218,6 +246,6 @@ def test_ordinary_training_has_the_weights_of_torch(form: str) -> None:
                 scaler.step(optimizer)
                 scaler.update()
             weights.append([p.detach().clone() for p in model.parameters()])
-            scales.append(scaler.state_dict())
+            scales.append((scaler.get_scale(), scaler._get_growth_tracker()))
         assert scales[0] == scales[1]
         assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)), kind.__name__

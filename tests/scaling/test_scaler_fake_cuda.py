@@ -26,13 +26,28 @@ def fake_cuda(monkeypatch):
         yield
 
 
-def make(kind, dtype=torch.float32, **options):
+def make(kind, dtype=torch.float32, limits=(), **options):
     param = torch.nn.Parameter(torch.zeros(5, device="cuda", dtype=dtype))
     param.grad = torch.ones_like(param)
-    scaler = fp.GradScaler("cpu")
+    scaler = fp.GradScaler("cpu", **dict(limits))
     scaler.scale(torch.ones((), device="cuda"))
     assert scaler._scale.is_cuda
     return param, kind([param], lr=0.1, **options), scaler
+
+
+LIMITS = [{}, {"hysteresis": 2}, {"hysteresis": 2, "regrowth_interval": 5}]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_the_further_rules_read_nothing(fake_cuda, limits) -> None:
+    _, optimizer, scaler = make(torch.optim.SGD, limits=limits, fused=True)
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.update(8.0)
+    assert scaler._memory.tensor.is_cuda
+    with pytest.raises(Sync):
+        scaler.get_scale()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])

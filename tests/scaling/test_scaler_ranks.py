@@ -40,7 +40,7 @@ def worker(rank: int, folder: str) -> None:
             # torch has no fused SGD for DTensors. AdamW's first step is one learning rate long.
             kind = torch.optim.AdamW if fused else torch.optim.SGD
             optimizer = kind(zip(names, params, strict=True), lr=1.0, fused=fused)
-            scaler = fp.GradScaler("cpu", init_scale=init_scale)
+            scaler = fp.GradScaler("cpu", init_scale=init_scale, min_scale=2.0**-60)
             scaler.scale(torch.ones(()))
             result = scaler.step(optimizer)
             scaler.update()

@@ -51,8 +51,9 @@ def test_it_tells_what_happened_long_after(fused) -> None:
     assert [r.skips_in_a_row for r in results] == [1, 2, 0, 0, 1]
     assert [r.culprit for r in results] == ["0.weight", "2.bias", None, None, "0.bias"]
     assert [r.reason for r in results] == [
-        "overflow: gradients are not finite", "overflow: gradients are not finite", "stepped", "stepped",
-        "overflow: gradients are not finite",
+        "calibrating: the scale 16 overflows; no step has succeeded yet",
+        "calibrating: the scale 8 overflows; no step has succeeded yet",
+        "stepped", "stepped", "overflow: gradients are not finite",
     ]  # fmt: skip
     assert all(torch.isfinite(torch.tensor(r.grad_norm)) == r.stepped for r in results)
 
@@ -123,8 +124,9 @@ def test_frozen_and_shown_whole() -> None:
         with pytest.raises(AttributeError, match="cannot be changed"):
             delattr(result, name)
     assert repr(result) == (
-        "StepResult(stepped=False, found_inf=True, reason='overflow: gradients are not finite', scale=2.0, "
-        "next_scale=1.0, grad_norm=nan, culprit='0.bias', skips_in_a_row=1, value=None)"
+        "StepResult(stepped=False, found_inf=True, reason='calibrating: the scale 2 overflows; "
+        "no step has succeeded yet', scale=2.0, next_scale=1.0, grad_norm=nan, culprit='0.bias', "
+        "skips_in_a_row=1, value=None)"
     )
 
 

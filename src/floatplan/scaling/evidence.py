@@ -15,10 +15,20 @@ from floatplan.scaling.measure import Measured, Part, total_norm
 STEPPED = "stepped"
 DISABLED = "scaling disabled"
 OVERFLOW = "overflow: gradients are not finite"
+AT_THE_FLOOR = "overflow: gradients are not finite, at the lowest scale"
 USELESS_SCALE = "the scale is of no use: 1/scale is 0 or not finite"
 
 
 _CPU = torch.device("cpu")
+
+
+def _refusal(scale: float, calibrated: bool, min_scale: float) -> str:
+    """Why gradients that are not finite are refused."""
+    if scale <= min_scale:
+        return AT_THE_FLOOR
+    if calibrated:
+        return OVERFLOW
+    return f"calibrating: the scale {scale:g} overflows; no step has succeeded yet"
 
 
 def _numbers(values: list[float | torch.Tensor], device: torch.device) -> list[list[float]]:
@@ -43,6 +53,8 @@ class Evidence:
         measured: unscaled norms and finiteness; empty where nothing was measured.
         names: names of the optimizer's parameters.
         value: what the optimizer returned.
+        calibrated: whether a step had succeeded before: a bool, or a 0-dim tensor that is not 0 if so.
+        min_scale: the lowest scale there is.
         scale_after: the scale after ``update()``; None before it.
     """
 
@@ -52,6 +64,8 @@ class Evidence:
     measured: Measured
     names: ParameterNames
     value: Any
+    calibrated: bool | torch.Tensor = True
+    min_scale: float = 0.0
     scale_after: float | torch.Tensor | None = None
     _facts: StepFacts | None = field(default=None, repr=False)
 
@@ -70,9 +84,9 @@ class Evidence:
         parts = [part for part in self.measured if isinstance(part, Part)]
         device = self.scale.device if isinstance(self.scale, torch.Tensor) else _CPU
         total = [total_norm(self.measured, device)] if self.measured else []
-        known = [self.scale, self.found_inf, self.streak, *total]
+        known = [self.scale, self.found_inf, self.streak, self.calibrated, *total]
         numbers = _numbers([*known, *(part.finite for part in parts)], device)
-        scale, found_inf, streak, *norm = (n for (n,) in numbers[: len(known)])
+        scale, found_inf, streak, calibrated, *norm = (n for (n,) in numbers[: len(known)])
         finite = numbers[len(known) :]
         found = bool(found_inf)
         useless = found and is_useless(scale)
@@ -89,7 +103,11 @@ class Evidence:
         return StepFacts(
             stepped=not found,
             found_inf=found,
-            reason=STEPPED if not found else USELESS_SCALE if useless else OVERFLOW,
+            reason=STEPPED
+            if not found
+            else USELESS_SCALE
+            if useless
+            else _refusal(scale, calibrated > 0, self.min_scale),
             scale=scale,
             grad_norm=None if not norm else math.nan if useless else norm[0],
             culprit=culprit,

@@ -9,22 +9,17 @@ from typing import Any, overload
 import torch
 from torch.amp.grad_scaler import OptState
 
-from floatplan import _torch
 from floatplan.records import KnownStep, StepFacts, StepResult
 from floatplan.scaling import gradients, protocol, self_scaling, settings
+from floatplan.scaling.base import ScalerState, fresh_state
 from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
-from floatplan.scaling.streaks import Streaks
+from floatplan.scaling.rules import Factors, advance, advance_, count_skips_
 
 
-def _fresh_state() -> dict[str, Any]:
-    """What is known of an optimizer at the start of an iteration. At module level, so that it pickles."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScalerState):
     """Scales a loss up so that small float16 gradients survive, and gradients back before the step.
 
     A step whose gradients are not finite is skipped and the scale multiplied by ``backoff_factor``;
@@ -43,52 +38,24 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: number of steps in a row without an overflow before the scale grows.
         enabled: if False, ``scale`` returns its argument, ``step`` calls the optimizer, and the rest
             does nothing.
+        min_scale: backing off goes no lower. None: 2**-14, or ``init_scale`` where that is lower.
+        max_scale: growth goes no higher. None: 2**24, or ``init_scale`` where that is higher.
+        hysteresis: overflows, in a row or not, until the scale backs off; counted anew when it changes.
+        regrowth_interval: steps in a row without an overflow before the scale grows while it is below one
+            with which a step has succeeded. None: ``growth_interval``.
+        max_consecutive_skips: acts after this many iterations in a row that were skipped, and after each
+            further as many. None: never.
+        on_skips: "warn" (FloatplanWarning), "raise" (ScalingError out of ``update``) or a function that is
+            called with the ``StepResult`` of the last one.
 
     Raises:
         AssertionError: a factor is out of range.
-        ValueError: ``init_scale`` is out of range.
+        ValueError: a scale or a limit is out of range, ``init_scale`` is outside of a given limit, or a
+            count is below 1.
         TypeError: ``device`` is neither a string nor a ``torch.device``.
     """
 
-    def __init__(
-        self,
-        device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        kind = settings.device_type(device)
-        enabled = enabled and settings.can_scale_on(kind)
-        if enabled:
-            settings.check_factors(growth_factor, backoff_factor)
-            settings.checked_scale(init_scale, "init_scale")
-        self._device = kind
-        self._enabled = enabled
-        self._init_scale = init_scale
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._init_growth_tracker = 0
-        # Both are made by the first scale(), on the device of the loss.
-        self._scale: torch.Tensor | None = None
-        self._growth_tracker: torch.Tensor | None = None
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_state)
-        self._streaks = Streaks()
-
     # --- Scaling up -----------------------------------------------------------------------------------
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return protocol.made(self._scale, self._growth_tracker, funcname)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError(
-                "_growth_tracker was made before _scale; set neither by hand, scale() makes both"
-            )
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
 
     @overload
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
@@ -245,7 +212,12 @@ class GradScaler(torch.amp.GradScaler):
             refused = bool(refused.item())
         streak = self._streaks.count(optimizer, refused)
         measured, names = state.get("measured", ()), state.get("names", ())
-        evidence = Evidence(refused, scale, streak, measured, names, value)
+        calibrated: bool | torch.Tensor = self._memory.best_scale > 0
+        if not calibrated and self._memory.tensor is not None:
+            calibrated = self._memory.tensor.select(0, 1).clone()
+        evidence = Evidence(
+            refused, scale, streak, measured, names, value, calibrated, self._limits.min_scale
+        )
         state["evidence"] = evidence
         return StepResult(evidence)
 
@@ -255,140 +227,79 @@ class GradScaler(torch.amp.GradScaler):
         """Adjust the scale; call it once at the end of an iteration, after the ``step`` of every optimizer.
 
         Times ``backoff_factor`` if a gradient was not finite in any of them, times ``growth_factor`` after
-        ``growth_interval`` updates in a row without one. The product is taken in float64 and rounded to
-        float32; growth that would reach inf is left out. No device-to-host sync.
+        ``growth_interval`` updates in a row without one, within the limits. The product is taken in float64
+        and rounded to float32; growth that would reach inf is left out. No device-to-host sync. Does
+        nothing where nothing was unscaled or stepped since the last call.
 
         Args:
             new_scale: set the scale to this number (above 0, finite) or one-element tensor instead. The
                 count of good steps stays as it is.
 
         Raises:
-            AssertionError: nothing was unscaled or stepped since the last call, or ``new_scale`` is no
-                number or fitting tensor.
-            ValueError: ``new_scale`` is out of range.
+            AssertionError: ``new_scale`` is no number or fitting tensor.
+            ValueError: ``new_scale`` is out of range, or passes a limit that was set for this scaler.
+            ScalingError: ``max_consecutive_skips`` is reached and ``on_skips`` is "raise".
         """
         if not self._enabled:
+            return
+        if self._scale is None and self._growth_tracker is None:
+            if new_scale is not None:
+                self._init_scale = float(self._wanted_scale(new_scale))
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        at_the_floor = False
         if new_scale is not None:
-            value = settings.new_scale_value(new_scale, self._device)
-            scale.copy_(value) if isinstance(value, torch.Tensor) else scale.fill_(value)
+            wanted = self._wanted_scale(new_scale)
+            scale.copy_(wanted) if isinstance(wanted, torch.Tensor) else scale.fill_(wanted)
+            self._memory.scale_was_set()
         else:
-            flags = [
-                flag
-                for state in self._per_optimizer_states.values()
-                for flag in state["found_inf_per_device"].values()
-            ]
-            protocol.check_update(flags)
-            _torch.update_scale_(
-                scale,
-                growth_tracker,
-                gradients.any_flag(flags, scale.device),
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            fault = any("fault" in state for state in states)
+            if not flags and not fault:
+                self._per_optimizer_states = defaultdict(fresh_state)
+                return
+            at_the_floor = self._advance(scale, growth_tracker, flags, fault)
+        evidence = [state["evidence"] for state in states if "evidence" in state]
+        for one in evidence:
+            one.scale_after = gradients.snapshot(scale)
+        self._per_optimizer_states = defaultdict(fresh_state)
+        if new_scale is None:
+            memory = self._skips.seen(self._memory)
+            self._memory.best_scale = max(self._memory.best_scale, memory.best_scale)
+            if memory.skips_in_a_row or self._skipping:
+                self._skipping = memory.skips_in_a_row > 0
+                results = [StepResult(one) for one in evidence]
+                self._skips.look(memory.skips_in_a_row, results, self._limits, at_the_floor)
+
+    def _wanted_scale(self, new_scale: object) -> float | torch.Tensor:
+        """``new_scale`` checked, and the limits made to allow it."""
+        wanted = settings.new_scale_value(new_scale, self._device)
+        if isinstance(wanted, torch.Tensor):
+            if wanted.device.type != "cpu":  # cannot be asked
+                return wanted.clamp(self._limits.min_scale, self._limits.max_scale)
+            wanted = wanted.item()
+        self._limits = self._limits.allowing(wanted, "new_scale")
+        return wanted
+
+    def _advance(
+        self, scale: torch.Tensor, growth_tracker: torch.Tensor, flags: list[torch.Tensor], fault: bool
+    ) -> bool:
+        """Move the scale by the flags of an iteration; whether it overflowed at the lowest scale."""
+        factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        memory = self._memory
+        if scale.device.type == "cpu":  # to ask is free
+            before, found_inf = scale.item(), any(flag.item() for flag in flags)
+            after, steps = advance(
+                before, int(growth_tracker.item()), found_inf, factors, self._limits, memory
             )
-        for state in self._per_optimizer_states.values():
-            if "evidence" in state:
-                state["evidence"].scale_after = gradients.snapshot(scale)
-        self._per_optimizer_states = defaultdict(_fresh_state)
-
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale
-
-    def get_scale(self) -> float:
-        """The scale as a float; 1.0 if disabled. Waits for the device."""
-        if not self._enabled:
-            return 1.0
-        scale = self._get_scale_async()
-        return self._init_scale if scale is None else scale.item()
-
-    def get_growth_factor(self) -> float:
-        """The factor by which the scale grows."""
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows; ValueError unless above 0. 1.0 stops growth."""
-        self._growth_factor = settings.checked_factor(new_factor, "growth_factor")
-
-    def get_backoff_factor(self) -> float:
-        """The factor by which the scale is multiplied after an overflow."""
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor of an overflow; ValueError unless above 0. 1.0 keeps the scale where it is."""
-        self._backoff_factor = settings.checked_factor(new_factor, "backoff_factor")
-
-    def get_growth_interval(self) -> int:
-        """The number of steps in a row without an overflow before the scale grows."""
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of steps in a row without an overflow before the scale grows."""
-        self._growth_interval = new_interval
-
-    def _get_growth_tracker(self) -> int:
-        if not self._enabled:
-            return 0
-        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
-
-    def is_enabled(self) -> bool:
-        """Whether this scaler scales."""
-        return self._enabled
-
-    # --- State ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """``scale`` and the two factors (floats), ``growth_interval`` and ``_growth_tracker`` (ints).
-
-        The same keys as torch's, so that a checkpoint of one loads into the other; empty if disabled. Call
-        it after ``update()``. Waits for the device.
-        """
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self.get_scale(),
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._get_growth_tracker(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned, of this class or torch's. Does nothing if disabled.
-
-        All entries are checked before any is used: after an error the scaler is as it was.
-
-        Raises:
-            RuntimeError: the state is empty, as of a disabled scaler.
-            KeyError: entries are missing; names them.
-            TypeError, ValueError: an entry is no number, or one that no training can run with.
-        """
-        if not self._enabled:
-            return
-        saved = settings.saved_state(state_dict)
-        self._init_scale = saved.scale
-        self._growth_factor = saved.growth_factor
-        self._backoff_factor = saved.backoff_factor
-        self._growth_interval = saved.growth_interval
-        self._init_growth_tracker = saved.growth_tracker
-        if self._scale is not None:
-            self._scale.fill_(saved.scale)
-        if self._growth_tracker is not None:
-            self._growth_tracker.fill_(saved.growth_tracker)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
-        state = self.__dict__.copy()
-        state.pop("_streaks", None)
-        if self._enabled:
-            protocol.check_between_iterations(self._per_optimizer_states)
-            state["_init_scale"] = self.get_scale()
-            state["_init_growth_tracker"] = self._get_growth_tracker()
-            state["_scale"] = None
-            state["_growth_tracker"] = None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._streaks = Streaks()
+            if after != before:
+                scale.fill_(after)
+            growth_tracker.fill_(steps)
+            memory.skips_in_a_row = memory.skips_in_a_row + 1 if found_inf or fault else 0
+            return found_inf and before <= self._limits.min_scale
+        found = gradients.any_flag(flags, scale.device)
+        tensor = memory.on(scale.device)
+        advance_(scale, growth_tracker, found, factors, self._limits, tensor)
+        count_skips_(tensor, torch.ones_like(found) if fault else found)
+        return False

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import operator
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 
 from floatplan.errors import PrecisionWarning
 from floatplan.formats import FORMATS
+from floatplan.scaling.rules import MAX_SCALE, MIN_SCALE, Limits, to_float32
 
 _FLOAT32 = FORMATS["fp32"]
 
@@ -33,7 +32,7 @@ def device_type(device: str | torch.device) -> str:
     return device.partition(":")[0]
 
 
-def _stacklevel() -> int:
+def users_line() -> int:
     """``stacklevel`` for a warning of the caller, such that it points at the user's line."""
     ours = __name__.partition(".")[0]
     level, frame = 1, sys._getframe(1)
@@ -53,7 +52,7 @@ def can_scale_on(device: str) -> bool:
         "GradScaler is enabled for 'cuda', but CUDA is not available: it is disabled, and gradients "
         "are not scaled. Pass device='cpu' to scale on the CPU, or enabled=False to mean it.",
         PrecisionWarning,
-        stacklevel=_stacklevel(),
+        stacklevel=users_line(),
     )
     return False
 
@@ -83,6 +82,59 @@ def checked_factor(factor: float, name: str) -> float:
     if not factor > 0:
         raise ValueError(f"{name} must be above 0, got {factor!r}")
     return factor
+
+
+def checked_count(value: object, name: str, hint: str = "") -> int:
+    """``value`` as an int.
+
+    Raises:
+        ValueError: it is no whole number of at least 1.
+    """
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}{hint}")
+    return count
+
+
+def checked_interval(interval: object) -> int:
+    """``growth_interval`` as an int; ValueError unless at least 1."""
+    return checked_count(
+        interval, "growth_interval", "; to keep the scale from growing, pass max_scale=init_scale"
+    )
+
+
+def checked_limits(
+    min_scale: float | None, max_scale: float | None, hysteresis: int, regrowth_interval: int | None
+) -> Limits:
+    """The limits that a user asks for; None where the default will do.
+
+    Raises:
+        ValueError: a limit is no usable scale, they are in the wrong order, or a count is below 1.
+    """
+    low, high = (
+        default if given is None else to_float32(checked_scale(given, name))
+        for given, default, name in (
+            (min_scale, MIN_SCALE, "min_scale"),
+            (max_scale, MAX_SCALE, "max_scale"),
+        )
+    )
+    if low > high:
+        if min_scale is not None and max_scale is not None:
+            raise ValueError(f"min_scale={min_scale!r} is above max_scale={max_scale!r}")
+        low, high = (low, low) if max_scale is None else (high, high)  # the default gives way
+    return Limits(
+        low,
+        high,
+        checked_count(hysteresis, "hysteresis", "; 1 backs off at each overflow"),
+        None
+        if regrowth_interval is None
+        else checked_count(regrowth_interval, "regrowth_interval", "; None means growth_interval"),
+        min_scale is not None,
+        max_scale is not None,
+    )
 
 
 def check_factors(growth_factor: float, backoff_factor: float) -> None:
@@ -116,62 +168,3 @@ def new_scale_value(new_scale: object, device: str) -> float | torch.Tensor:
     if new_scale.device.type == "cpu":
         checked_scale(new_scale.item(), "new_scale")
     return new_scale.reshape(())
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The five entries of a scaler's ``state_dict``, checked."""
-
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    growth_tracker: int
-
-
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-def _number(state: Mapping[str, Any], key: str) -> float:
-    try:
-        return float(state[key])
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"state_dict[{key!r}] must be a number, got {state[key]!r}") from error
-
-
-def _count(state: Mapping[str, Any], key: str) -> int:
-    value = _number(state, key)
-    if not (math.isfinite(value) and value == int(value)):
-        raise ValueError(f"state_dict[{key!r}] must be a whole number, got {state[key]!r}")
-    return int(value)
-
-
-def saved_state(state: Mapping[str, Any]) -> SavedState:
-    """``state`` checked as a whole.
-
-    Raises:
-        RuntimeError: it is empty.
-        KeyError: an entry is missing; names all that are.
-        TypeError, ValueError: an entry is no number, or one that no training can run with.
-    """
-    if not state:
-        raise RuntimeError(
-            "load_state_dict got an empty state, as a scaler with enabled=False saves it. "
-            "Skip load_state_dict to start with init_scale, or save from an enabled scaler."
-        )
-    missing = [key for key in _KEYS if key not in state]
-    if missing:
-        raise KeyError(
-            f"load_state_dict: no {', '.join(map(repr, missing))} in the state, "
-            f"which has {sorted(map(str, state))}"
-        )
-    tracker = _count(state, "_growth_tracker")
-    if tracker < 0:
-        raise ValueError(f"state_dict['_growth_tracker'] counts steps, so it cannot be {tracker}")
-    return SavedState(
-        scale=checked_scale(_number(state, "scale"), "state_dict['scale']"),
-        growth_factor=checked_factor(_number(state, "growth_factor"), "state_dict['growth_factor']"),
-        backoff_factor=checked_factor(_number(state, "backoff_factor"), "state_dict['backoff_factor']"),
-        growth_interval=_count(state, "growth_interval"),
-        growth_tracker=tracker,
-    )

@@ -14,9 +14,14 @@ class Streaks:
 
     By ``id()``, as torch keeps its own state: an optimizer may be a wrapper that cannot be hashed. Where
     it takes a weak reference, its entry goes when it does. One that is known to have stepped has none.
+
+    Args:
+        start: skips in a row of a saved scaler, from which every optimizer goes on that is met before the
+            first step that succeeds. A saved scaler knows no optimizer, so it is one number for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
         self._entries: dict[int, tuple[weakref.ref[torch.optim.Optimizer] | None, int | torch.Tensor]] = {}
 
     def count(self, optimizer: torch.optim.Optimizer, refused: bool | torch.Tensor) -> int | torch.Tensor:
@@ -24,10 +29,11 @@ class Streaks:
         key = id(optimizer)
         if refused is False:
             self._entries.pop(key, None)
+            self._start = 0
             return 0
-        reference, before = self._entries.get(key, (None, 0))
+        reference, before = self._entries.get(key, (None, self._start))
         if reference is not None and reference() is not optimizer:  # it was of another one, now dead
-            reference, before = None, 0
+            reference, before = None, self._start
         if isinstance(before, torch.Tensor) and isinstance(refused, torch.Tensor):
             before = to_device(before, refused.device)
         streak = (before + 1) * refused

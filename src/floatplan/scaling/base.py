@@ -1,0 +1,199 @@
+"""The scaler's settings and its state: what is constructed, asked for, saved and loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from floatplan.errors import FloatplanWarning
+from floatplan.scaling import protocol, settings
+from floatplan.scaling.rules import Factors, Memory, to_float32
+from floatplan.scaling.saved import SavedState, saved_state
+from floatplan.scaling.skips import OnSkips, SkipWatch
+from floatplan.scaling.streaks import Streaks
+
+
+def fresh_state() -> dict[str, Any]:
+    """What is known of an optimizer at the start of an iteration. At module level, so that it pickles."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+class ScalerState(torch.amp.GradScaler):
+    """Everything of ``GradScaler`` that works on no gradient."""
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        regrowth_interval: int | None = None,
+        max_consecutive_skips: int | None = 50,
+        on_skips: OnSkips = "warn",
+    ) -> None:
+        kind = settings.device_type(device)
+        enabled = enabled and settings.can_scale_on(kind)
+        if enabled:
+            settings.check_factors(growth_factor, backoff_factor)
+            growth_interval = settings.checked_interval(growth_interval)
+            limits = settings.checked_limits(min_scale, max_scale, hysteresis, regrowth_interval)
+            scale = settings.checked_scale(init_scale, "init_scale")
+            self._limits = limits.allowing(scale, "init_scale")
+            self._skips = SkipWatch(max_consecutive_skips, on_skips)
+        self._device = kind
+        self._enabled = enabled
+        self._init_scale = init_scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._init_growth_tracker = 0
+        # Both are made by the first scale(), on the device of the loss.
+        self._scale: torch.Tensor | None = None
+        self._growth_tracker: torch.Tensor | None = None
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
+        self._memory = Memory()
+        self._streaks = Streaks()
+        self._skipping = False
+        self._loaded = False
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return protocol.made(self._scale, self._growth_tracker, funcname)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError(
+                "_growth_tracker was made before _scale; set neither by hand, scale() makes both"
+            )
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+
+    # --- Settings -------------------------------------------------------------------------------------
+
+    def _get_scale_async(self) -> torch.Tensor | None:
+        return self._scale
+
+    def get_scale(self) -> float:
+        """The scale as a float; 1.0 if disabled. Waits for the device."""
+        if not self._enabled:
+            return 1.0
+        scale = self._get_scale_async()
+        return self._init_scale if scale is None else scale.item()
+
+    def get_growth_factor(self) -> float:
+        """The factor by which the scale grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows; ValueError unless above 0. 1.0 stops growth."""
+        self._growth_factor = settings.checked_factor(new_factor, "growth_factor")
+
+    def get_backoff_factor(self) -> float:
+        """The factor by which the scale is multiplied after an overflow."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor of an overflow; ValueError unless above 0. 1.0 keeps the scale where it is."""
+        self._backoff_factor = settings.checked_factor(new_factor, "backoff_factor")
+
+    def get_growth_interval(self) -> int:
+        """The number of steps in a row without an overflow before the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of steps in a row without an overflow before the scale grows.
+
+        Raises:
+            ValueError: it is below 1.
+        """
+        self._growth_interval = settings.checked_interval(new_interval)
+
+    def _get_growth_tracker(self) -> int:
+        if not self._enabled:
+            return 0
+        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler scales."""
+        return self._enabled
+
+    # --- State ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's five entries, the limits, and what the limits need to know; numbers alone.
+
+        ``scale`` and the two factors are floats, ``growth_interval`` and ``_growth_tracker`` ints. Torch's
+        scaler loads it and leaves out the rest. Empty if disabled. Call it after ``update()``. Waits for
+        the device.
+        """
+        if not self._enabled:
+            return {}
+        factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        memory = self._memory.numbers()
+        saved = SavedState(self.get_scale(), factors, self._get_growth_tracker(), self._limits, memory)
+        return saved.entries()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned, of this class or torch's. Does nothing if disabled.
+
+        All entries are checked before any is used: after an error the scaler is as it was. A state of
+        torch's has no limits: a scale that passes those of this scaler is moved to the limit, with a
+        FloatplanWarning.
+
+        Raises:
+            RuntimeError: the state is empty, as of a disabled scaler.
+            KeyError: entries of torch's are missing; names them.
+            TypeError, ValueError: an entry is no number, or one that no training can run with.
+        """
+        if not self._enabled:
+            return
+        saved = saved_state(state_dict)
+        limits = saved.limits or self._limits
+        scale = limits.within(saved.scale)
+        if scale != saved.scale and scale != to_float32(saved.scale):
+            warnings.warn(
+                f"the loaded scale of {saved.scale:g} is outside of min_scale={limits.min_scale:g} to "
+                f"max_scale={limits.max_scale:g}; training goes on with {scale:g}. Pass other limits to "
+                "GradScaler to keep it.",
+                FloatplanWarning,
+                stacklevel=settings.users_line(),
+            )
+        self._init_scale, self._limits = scale, limits
+        self._growth_factor, self._backoff_factor, self._growth_interval = saved.factors
+        self._init_growth_tracker = saved.growth_tracker
+        self._memory = replace(saved.memory, best_scale=min(saved.memory.best_scale, limits.max_scale))
+        self._streaks = Streaks(saved.memory.skips_in_a_row)
+        self._skips = self._skips.after(saved.memory.skips_in_a_row)
+        self._loaded = True
+        if self._scale is not None:
+            self._scale.fill_(scale)
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(saved.growth_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
+        state = self.__dict__.copy()
+        state.pop("_streaks", None)
+        if self._enabled:
+            protocol.check_between_iterations(self._per_optimizer_states)
+            state["_memory"] = memory = self._memory.numbers()
+            state["_skips"] = self._skips.after(memory.skips_in_a_row)
+            state["_init_scale"] = self.get_scale()
+            state["_init_growth_tracker"] = self._get_growth_tracker()
+            state["_scale"] = None
+            state["_growth_tracker"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._streaks = Streaks(self._memory.skips_in_a_row)
