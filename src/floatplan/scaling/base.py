@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan.errors import FloatplanWarning
 from floatplan.scaling import protocol, settings
+from floatplan.scaling.notes import Notes
 from floatplan.scaling.rules import Factors, Memory, to_float32
 from floatplan.scaling.saved import SavedState, saved_state
 from floatplan.scaling.skips import OnSkips, SkipWatch
@@ -64,6 +65,7 @@ class ScalerState(torch.amp.GradScaler):
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
         self._memory = Memory()
         self._streaks = Streaks()
+        self._notes = Notes()
         self._skipping = False
         self._loaded = False
 
@@ -183,7 +185,8 @@ class ScalerState(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
         state = self.__dict__.copy()
-        state.pop("_streaks", None)
+        for of_live_optimizers in ("_streaks", "_notes"):
+            state.pop(of_live_optimizers, None)
         if self._enabled:
             protocol.check_between_iterations(self._per_optimizer_states)
             state["_memory"] = memory = self._memory.numbers()
@@ -197,3 +200,4 @@ class ScalerState(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._streaks = Streaks(self._memory.skips_in_a_row)
+        self._notes = Notes()

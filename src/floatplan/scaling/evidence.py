@@ -55,6 +55,8 @@ class Evidence:
         value: what the optimizer returned.
         calibrated: whether a step had succeeded before: a bool, or a 0-dim tensor that is not 0 if so.
         min_scale: the lowest scale there is.
+        too_large: why a finite gradient is refused that is above the optimizer's bound.
+        fault: the setting for which the step was refused; None if there is none.
         scale_after: the scale after ``update()``; None before it.
     """
 
@@ -66,6 +68,8 @@ class Evidence:
     value: Any
     calibrated: bool | torch.Tensor = True
     min_scale: float = 0.0
+    too_large: str = OVERFLOW
+    fault: str | None = None
     scale_after: float | torch.Tensor | None = None
     _facts: StepFacts | None = field(default=None, repr=False)
 
@@ -85,29 +89,34 @@ class Evidence:
         device = self.scale.device if isinstance(self.scale, torch.Tensor) else _CPU
         total = [total_norm(self.measured, device)] if self.measured else []
         known = [self.scale, self.found_inf, self.streak, self.calibrated, *total]
-        numbers = _numbers([*known, *(part.finite for part in parts)], device)
+        numbers = _numbers([*known, *(rows for part in parts for rows in (part.fits, part.finite))], device)
         scale, found_inf, streak, calibrated, *norm = (n for (n,) in numbers[: len(known)])
-        finite = numbers[len(known) :]
+        rows = numbers[len(known) :]
         found = bool(found_inf)
         useless = found and is_useless(scale)
         bad = {
-            position: shape
-            for part, fine in zip(parts, finite, strict=True)
-            for position, shape, is_fine in zip(part.positions, part.shapes, fine, strict=True)
+            position: (shape, bool(is_finite))
+            for part, fits, finite in zip(parts, rows[::2], rows[1::2], strict=True)
+            for position, shape, is_fine, is_finite in zip(
+                part.positions, part.shapes, fits, finite, strict=True
+            )
             if not is_fine
         }
         culprit = None
-        if found and bad and not useless:
-            last = max(bad)
-            culprit = name_at(self.names, last, bad[last])
+        reason = self.fault or STEPPED
+        if useless:
+            reason = USELESS_SCALE
+        elif found:
+            reason = _refusal(scale, calibrated > 0, self.min_scale)
+            if bad:
+                last = max(bad)
+                culprit = name_at(self.names, last, bad[last][0])
+                if all(is_finite for _, is_finite in bad.values()):
+                    reason = f"overflow: {self.too_large}"
         return StepFacts(
-            stepped=not found,
+            stepped=not found and self.fault is None,
             found_inf=found,
-            reason=STEPPED
-            if not found
-            else USELESS_SCALE
-            if useless
-            else _refusal(scale, calibrated > 0, self.min_scale),
+            reason=reason,
             scale=scale,
             grad_norm=None if not norm else math.nan if useless else norm[0],
             culprit=culprit,

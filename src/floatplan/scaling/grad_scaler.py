@@ -17,6 +17,7 @@ from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
 from floatplan.scaling.rules import Factors, advance, advance_, count_skips_
+from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
 
 
 class GradScaler(ScalerState):
@@ -100,9 +101,9 @@ class GradScaler(ScalerState):
         with torch.no_grad():
             batches = gradients.collect(optimizer, allow_fp16)
             flags = gradients.unscale_(batches, inv_scale, found_inf)
-            measured = measure(batches)
+            state = self._per_optimizer_states[id(optimizer)]
+            state["measured"] = measured = measure(batches, state.get("bound", NO_BOUND))
             flag_(flags, measured)
-        self._per_optimizer_states[id(optimizer)]["measured"] = measured
         return flags
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +123,7 @@ class GradScaler(ScalerState):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         protocol.check_unscale(state["stage"])
-        self._unscale_and_record(optimizer, *gradients.inverse(scale), False)
+        self._unscale_and_record(optimizer, *gradients.inverse(scale), False, bound(optimizer))
         state["stage"] = OptState.UNSCALED
 
     def _unscale_and_record(
@@ -131,15 +132,20 @@ class GradScaler(ScalerState):
         factor: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool,
+        bound: Bound = NO_BOUND,
     ) -> None:
-        """Unscale, and measure what a subclass that unscales in its own way did not."""
+        """Unscale, and measure what a subclass that unscales in its own way did not.
+
+        What lies above ``bound`` when it is unscaled is refused.
+        """
         state = self._per_optimizer_states[id(optimizer)]
         state.pop("measured", None)
         state["names"] = gradients.parameter_names(optimizer)
+        state["bound"] = bound
         flags = self._unscale_grads_(optimizer, factor, found_inf, allow_fp16)
         if "measured" not in state:
             with torch.no_grad():
-                state["measured"] = measure(gradients.collect(optimizer, allow_fp16=True))
+                state["measured"] = measure(gradients.collect(optimizer, allow_fp16=True), bound)
                 flag_(flags, state["measured"])
         state["found_inf_per_device"] = flags
 
@@ -193,9 +199,19 @@ class GradScaler(ScalerState):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             protocol.check_gradients(optimizer, state["found_inf_per_device"])
-            value = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            value = None
+            if not self._note_fault(optimizer, state):
+                value = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return self._result(optimizer, state, used, value)
+
+    def _note_fault(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+        """Whether the optimizer has a setting that forbids to step. Says so once."""
+        found = fault(optimizer, {part.dtype for part in state.get("measured", ())})
+        if found is not None:
+            state["fault"] = found
+            self._notes.warn_once(optimizer, found, f"every step is refused. {found}. Change it and go on.")
+        return found is not None
 
     def _result(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: float | torch.Tensor, value: Any
@@ -210,13 +226,23 @@ class GradScaler(ScalerState):
             refused = gradients.any_flag(state["found_inf_per_device"].values(), device)
         if isinstance(refused, torch.Tensor) and refused.device.type == "cpu":
             refused = bool(refused.item())
-        streak = self._streaks.count(optimizer, refused)
+        found = state.get("fault")
+        streak = self._streaks.count(optimizer, refused if found is None else True)
         measured, names = state.get("measured", ()), state.get("names", ())
         calibrated: bool | torch.Tensor = self._memory.best_scale > 0
         if not calibrated and self._memory.tensor is not None:
             calibrated = self._memory.tensor.select(0, 1).clone()
         evidence = Evidence(
-            refused, scale, streak, measured, names, value, calibrated, self._limits.min_scale
+            refused,
+            scale,
+            streak,
+            measured,
+            names,
+            value,
+            calibrated,
+            self._limits.min_scale,
+            state.get("bound", NO_BOUND).reason,
+            found,
         )
         state["evidence"] = evidence
         return StepResult(evidence)

@@ -15,6 +15,7 @@ import torch
 
 from floatplan import _torch
 from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, widest
+from floatplan.scaling.written import NO_BOUND, Bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,19 @@ class Part:
         positions: place of each parameter among all parameters of the optimizer.
         shapes: shape of each parameter.
         norms: L2 norm of each gradient, shape (n,), float64 (float32 on devices without it).
+        sizes: what is held against the bound, shape (n,): norms, or largest values where norms say little.
         finite: whether every value of each gradient is finite, shape (n,), bool.
-        limit: largest value in which an optimizer computes with such a gradient.
+        fits: whether, moreover, what an optimizer makes of it is finite, shape (n,), bool.
+        dtype: of the gradients.
     """
 
     positions: list[int]
     shapes: list[torch.Size]
     norms: torch.Tensor
+    sizes: torch.Tensor
     finite: torch.Tensor
-    limit: float
+    fits: torch.Tensor
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,12 @@ class Total:
     Attributes:
         device: where the gradients lie.
         norm: L2 norm over all of them.
-        limit: as in ``Part``.
+        dtype: of the gradients.
     """
 
     device: torch.device
     norm: float
-    limit: float
+    dtype: torch.dtype
 
 
 Measured = tuple[Part | Total, ...]
@@ -142,27 +147,40 @@ def _measure_dtensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _limit(dtype: torch.dtype) -> float:
+    """Largest value in which an optimizer computes with gradients in ``dtype``."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).max
 
 
-def measure(batches: Iterable[Batch], each: bool = False) -> Measured:
+def _part(batch: Batch, bound: Bound) -> Part:
+    whole = is_dtensor(batch.grads[0])
+    norms, finite = _measure_dtensors(batch) if whole else _measure(batch.grads, batch)
+    sizes = norms
+    # A norm above 256 is nothing unusual, and a value of 256 has no square in float16. The norm of finite
+    # values of float64 may be inf.
+    norms_say_little = batch.dtype is torch.float16 or (batch.dtype is torch.float64 and not bound.squares)
+    if norms_say_little and bound is not NO_BOUND and not whole:
+        sizes = _peaks(batch.grads).to(norms.dtype)
+    fits = finite & (sizes <= bound.of(batch.dtype)) if bound is not NO_BOUND else finite
+    shapes = [param.shape for param in batch.params]
+    return Part(batch.positions, shapes, norms, sizes, finite, fits, batch.dtype)
+
+
+def measure(batches: Iterable[Batch], bound: Bound = NO_BOUND, each: bool = False) -> Measured:
     """Norms and finiteness, one read of each gradient. No device-to-host sync.
 
     Args:
         batches: the gradients.
+        bound: what the optimizer can take of them as they are.
         each: whether the norm of each gradient is wanted, also where a total says that all are finite.
     """
     parts: list[Part | Total] = []
     for batch in batches:
-        whole = is_dtensor(batch.grads[0])
-        if batch.device.type == "cpu" and not (whole or each):
+        if batch.device.type == "cpu" and not (each or is_dtensor(batch.grads[0])):
             norm = _total_on_cpu(batch)
-            if math.isfinite(norm):
-                parts.append(Total(batch.device, norm, _limit(batch.dtype)))
+            if math.isfinite(norm) and (bound is NO_BOUND or norm <= bound.of(batch.dtype)):
+                parts.append(Total(batch.device, norm, batch.dtype))
                 continue
-        norms, finite = _measure_dtensors(batch) if whole else _measure(batch.grads, batch)
-        shapes = [param.shape for param in batch.params]
-        parts.append(Part(batch.positions, shapes, norms, finite, _limit(batch.dtype)))
+        parts.append(_part(batch, bound))
     return tuple(parts)
 
 
@@ -171,16 +189,16 @@ def _quotient(total: Total, divisor: torch.Tensor) -> float:
     return total.norm / value if value else math.inf
 
 
-def total_is_enough(measured: Measured, divisor: torch.Tensor) -> bool:
+def total_is_enough(measured: Measured, divisor: torch.Tensor, bound: Bound) -> bool:
     """Whether no gradient can fail in ``divided``: none has a larger norm than a total that fits."""
     return all(
-        _quotient(part, divisor) <= part.limit  # False for NaN, too
+        _quotient(part, divisor) <= min(_limit(part.dtype), bound.of(part.dtype))  # False for NaN, too
         for part in measured
         if isinstance(part, Total)
     )
 
 
-def divided(measured: Measured, divisor: torch.Tensor) -> Measured:
+def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured:
     """What ``measured`` becomes when an optimizer divides its gradients by ``divisor`` (0-dim).
 
     A gradient whose norm would pass the largest value counts as not finite. This is stricter than value
@@ -189,26 +207,29 @@ def divided(measured: Measured, divisor: torch.Tensor) -> Measured:
     parts: list[Part | Total] = []
     for part in measured:
         if isinstance(part, Total):
-            parts.append(Total(part.device, _quotient(part, divisor), part.limit))
+            parts.append(Total(part.device, _quotient(part, divisor), part.dtype))
             continue
-        norms = part.norms / divisor.to(part.norms)
+        by = divisor.to(part.norms)
+        norms = part.norms / by
+        sizes = norms if part.sizes is part.norms else part.sizes / by
         # False for NaN, too.
-        finite = part.finite & (norms <= part.limit)
-        parts.append(Part(part.positions, part.shapes, norms, finite, part.limit))
+        finite = part.finite & (norms <= _limit(part.dtype))
+        fits = finite & (sizes <= bound.of(part.dtype))
+        parts.append(Part(part.positions, part.shapes, norms, sizes, finite, fits, part.dtype))
     return tuple(parts)
 
 
 def flag_(flags: Flags, measured: Measured) -> None:
-    """Set the flag of each device on which a gradient is not finite."""
+    """Set the flag of each device on which a gradient, or what an optimizer makes of it, is not finite."""
     for part in measured:
         if isinstance(part, Total):
             if part.device not in flags:
                 flags[part.device] = number(0.0, part.device)
             continue
-        bad = part.finite.all().logical_not()
-        flag = flags.get(part.finite.device)
+        bad = part.fits.all().logical_not()
+        flag = flags.get(part.fits.device)
         if flag is None:
-            flags[part.finite.device] = bad.float()
+            flags[part.fits.device] = bad.float()
         else:
             flag.masked_fill_(bad, 1.0)
 

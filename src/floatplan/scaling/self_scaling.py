@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan.scaling import gradients
 from floatplan.scaling.measure import divided, flag_, measure, total_is_enough
+from floatplan.scaling.written import bound
 
 if TYPE_CHECKING:
     from floatplan.scaling.grad_scaler import GradScaler
@@ -99,18 +100,21 @@ def step(
     divisor = own_grad_scale(optimizer)
     if state["stage"] is OptState.READY:
         if gradients.cpu_kernel_loses_scale(optimizer):
-            scaler._unscale_and_record(optimizer, *gradients.inverse(scale), True)
+            scaler._unscale_and_record(optimizer, *gradients.inverse(scale), True, bound(optimizer))
         else:
             scaler._check_inf_per_device(optimizer)
             divisor = scale if divisor is None else scale * divisor
     flags = state["found_inf_per_device"]
     if divisor is not None:
-        measured = state.get("measured", ())
-        if not total_is_enough(measured, divisor):
+        measured, limit = state.get("measured", ()), bound(optimizer)
+        state["bound"] = limit
+        if not total_is_enough(measured, divisor, limit):
             measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
-        state["measured"] = divided(measured, divisor)
+        state["measured"] = divided(measured, divisor, limit)
         flag_(flags, state["measured"])
         _flag_useless(flags, divisor)
+    if scaler._note_fault(optimizer, state):
+        return None
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
     with lent(optimizer, divisor, refused):
         # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
