@@ -356,6 +356,15 @@ def update_scale_(
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
+def at_the_end_of_this_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the backward pass that is running is over; to be called from inside of one.
+
+    A pass inside of a pass has an end of its own. Nothing is called where the pass ends in an error. FSDP
+    and DDP of torch end their passes in this way.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """L2 norm of each of n tensors of one device and dtype, shape (n,), added up in ``dtype``.
 

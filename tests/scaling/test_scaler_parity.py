@@ -27,6 +27,7 @@ NEW = [
     ("regrowth_interval", None),
     ("max_consecutive_skips", 50),
     ("on_skips", "warn"),
+    ("check_losses", True),
 ]
 
 

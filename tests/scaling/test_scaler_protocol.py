@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -32,8 +35,10 @@ def backward(scaler: fp.GradScaler, param: torch.nn.Parameter) -> None:
 def test_twice_and_out_of_order(scaler, param, optimizer) -> None:
     backward(scaler, param)
     scaler.unscale_(optimizer)
+    backward(scaler, param)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) was called twice.*Call it once"):
         scaler.unscale_(optimizer)
+    param.grad.fill_(1.0)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) was called after step\(\)"):
         scaler.unscale_(optimizer)
@@ -42,7 +47,106 @@ def test_twice_and_out_of_order(scaler, param, optimizer) -> None:
     assert torch.equal(param, torch.full((2,), -1.0))
 
 
-def test_before_anything_was_scaled(scaler, optimizer) -> None:
+@pytest.mark.trouble("T12")
+def test_unscaling_again_does_nothing(scaler, param, optimizer) -> None:
+    backward(scaler, param)
+    for _ in range(3):
+        scaler.unscale_(optimizer)
+    assert torch.equal(param.grad, torch.ones(2))
+    optimizer.zero_grad()
+    backward(scaler, param)
+    with pytest.raises(RuntimeError, match="its gradients were changed in between"):
+        scaler.unscale_(optimizer)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(param.sum()).backward()
+    theirs.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="has already been called"):
+        theirs.unscale_(optimizer)
+
+
+@pytest.mark.trouble("T12")
+def test_a_step_that_the_user_leaves_out(scaler, param, optimizer) -> None:
+    for _ in range(2):
+        backward(scaler, param)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    backward(scaler, param)
+    assert scaler.step(optimizer)
+    scaler.update()
+    assert scaler._get_growth_tracker() == 3
+
+
+@pytest.mark.trouble("T13")
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_gradients(param, fused) -> None:
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    for scale_first in (True, False):
+        scaler = fp.GradScaler("cpu", init_scale=8.0)
+        if scale_first:
+            scaler.scale(torch.ones(()))
+        with pytest.warns(
+            fp.FloatplanWarning, match=r"SGD: step\(\) did nothing.*model\.to\(device\)"
+        ) as caught:
+            result = scaler.step(optimizer)
+        assert caught[0].filename == __file__
+        scaler.update()
+        again = scaler.step(optimizer)
+        scaler.update()
+        assert (result.stepped, result.found_inf, result.skips_in_a_row) == (False, False, 0)
+        assert result.reason == again.reason == "no gradients: none of 1 parameters has one"
+        assert result.grad_norm is None
+        assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
+    # Gradients may still come in the same iteration.
+    scaler.step(optimizer)
+    backward(scaler, param)
+    assert scaler.step(optimizer)
+    optimizer.zero_grad()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(torch.ones(()))
+    if not fused:
+        with pytest.raises(AssertionError, match="No inf checks"):
+            theirs.step(optimizer)
+
+
+@pytest.mark.trouble("T13")
+def test_no_gradients_beside_an_optimizer_that_has_some(scaler, param, optimizer) -> None:
+    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    other = torch.optim.SGD([frozen], lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(scaler, param)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = scaler.step(other)
+        assert scaler.step(optimizer)
+        scaler.update()
+        assert result.reason == "no gradients: all 1 parameters are frozen (requires_grad is False)"
+        assert result.next_scale == 8.0
+    assert scaler._get_growth_tracker() == 2
+
+
+@pytest.mark.trouble("T45")
+def test_unscaling_is_the_first_thing_after_loading(param, optimizer) -> None:
+    saved = fp.GradScaler("cpu", init_scale=4.0)
+    backward(saved, param)
+    state = saved.state_dict()
+    for kind in (fp.GradScaler, torch.amp.GradScaler):
+        scaler = kind("cpu")
+        scaler.load_state_dict(state)
+        param.grad = torch.full((2,), 4.0)
+        if kind is torch.amp.GradScaler:
+            with pytest.raises(AssertionError, match="_scale is None"):
+                scaler.unscale_(optimizer)
+            continue
+        scaler.unscale_(optimizer)
+        assert torch.equal(param.grad, torch.ones(2))
+        for copied in (pickle.loads(pickle.dumps(saved)), copy.deepcopy(saved)):
+            assert copied.step(optimizer)
+
+
+def test_before_anything_was_scaled(scaler, param, optimizer) -> None:
+    param.grad = torch.ones(2)
     for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer)):
         with pytest.raises(AssertionError, match=r"_scale is None\. Call scaler\.scale"):
             call()

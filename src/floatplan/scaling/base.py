@@ -11,9 +11,10 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from floatplan.errors import FloatplanWarning
-from floatplan.scaling import protocol, settings
+from floatplan.scaling import gradients, protocol, settings
+from floatplan.scaling.misuse import Backwards
 from floatplan.scaling.notes import Notes
-from floatplan.scaling.rules import Factors, Memory, to_float32
+from floatplan.scaling.rules import Factors, Memory, advance, advance_, count_skips_, to_float32
 from floatplan.scaling.saved import SavedState, saved_state
 from floatplan.scaling.skips import OnSkips, SkipWatch
 from floatplan.scaling.streaks import Streaks
@@ -42,6 +43,7 @@ class ScalerState(torch.amp.GradScaler):
         regrowth_interval: int | None = None,
         max_consecutive_skips: int | None = 50,
         on_skips: OnSkips = "warn",
+        check_losses: bool = True,
     ) -> None:
         kind = settings.device_type(device)
         enabled = enabled and settings.can_scale_on(kind)
@@ -66,6 +68,10 @@ class ScalerState(torch.amp.GradScaler):
         self._memory = Memory()
         self._streaks = Streaks()
         self._notes = Notes()
+        self._backwards = Backwards()
+        self._check_losses = check_losses
+        self._watched = 0
+        self._outputs: list[torch.Tensor] | None = None
         self._skipping = False
         self._loaded = False
 
@@ -79,6 +85,40 @@ class ScalerState(torch.amp.GradScaler):
             )
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+
+    # --- The next scale -------------------------------------------------------------------------------
+
+    def _wanted_scale(self, new_scale: object) -> float | torch.Tensor:
+        """``new_scale`` checked, and the limits made to allow it."""
+        wanted = settings.new_scale_value(new_scale, self._device)
+        if isinstance(wanted, torch.Tensor):
+            if wanted.device.type != "cpu":  # cannot be asked
+                return wanted.clamp(self._limits.min_scale, self._limits.max_scale)
+            wanted = wanted.item()
+        self._limits = self._limits.allowing(wanted, "new_scale")
+        return wanted
+
+    def _advance(
+        self, scale: torch.Tensor, growth_tracker: torch.Tensor, flags: list[torch.Tensor], fault: bool
+    ) -> bool:
+        """Move the scale by the flags of an iteration; whether it overflowed at the lowest scale."""
+        factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        memory = self._memory
+        if scale.device.type == "cpu":  # to ask is free
+            before, found_inf = scale.item(), any(flag.item() for flag in flags)
+            after, steps = advance(
+                before, int(growth_tracker.item()), found_inf, factors, self._limits, memory
+            )
+            if after != before:
+                scale.fill_(after)
+            growth_tracker.fill_(steps)
+            memory.skips_in_a_row = memory.skips_in_a_row + 1 if found_inf or fault else 0
+            return found_inf and before <= self._limits.min_scale
+        found = gradients.any_flag(flags, scale.device)
+        tensor = memory.on(scale.device)
+        advance_(scale, growth_tracker, found, factors, self._limits, tensor)
+        count_skips_(tensor, torch.ones_like(found) if fault else found)
+        return False
 
     # --- Settings -------------------------------------------------------------------------------------
 
@@ -185,7 +225,7 @@ class ScalerState(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
         state = self.__dict__.copy()
-        for of_live_optimizers in ("_streaks", "_notes"):
+        for of_live_optimizers in ("_streaks", "_notes", "_backwards", "_watched", "_outputs"):
             state.pop(of_live_optimizers, None)
         if self._enabled:
             protocol.check_between_iterations(self._per_optimizer_states)
@@ -193,6 +233,7 @@ class ScalerState(torch.amp.GradScaler):
             state["_skips"] = self._skips.after(memory.skips_in_a_row)
             state["_init_scale"] = self.get_scale()
             state["_init_growth_tracker"] = self._get_growth_tracker()
+            state["_loaded"] = self._loaded or self._scale is not None
             state["_scale"] = None
             state["_growth_tracker"] = None
         return state
@@ -201,3 +242,6 @@ class ScalerState(torch.amp.GradScaler):
         self.__dict__.update(state)
         self._streaks = Streaks(self._memory.skips_in_a_row)
         self._notes = Notes()
+        self._backwards = Backwards()
+        self._watched = 0
+        self._outputs = None

@@ -10,13 +10,12 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from floatplan.records import KnownStep, StepFacts, StepResult
-from floatplan.scaling import gradients, protocol, self_scaling, settings
+from floatplan.scaling import closures, gradients, misuse, protocol, self_scaling
 from floatplan.scaling.base import ScalerState, fresh_state
 from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
-from floatplan.scaling.rules import Factors, advance, advance_, count_skips_
 from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
 
 
@@ -44,6 +43,8 @@ class GradScaler(ScalerState):
         hysteresis: overflows, in a row or not, until the scale backs off; counted anew when it changes.
         regrowth_interval: steps in a row without an overflow before the scale grows while it is below one
             with which a step has succeeded. None: ``growth_interval``.
+        check_losses: whether to look, in the first iterations with an optimizer, for gradients of losses that
+            were not scaled, and for clipping of gradients that are not unscaled.
         max_consecutive_skips: acts after this many iterations in a row that were skipped, and after each
             further as many. None: never.
         on_skips: "warn" (FloatplanWarning), "raise" (ScalingError out of ``update``) or a function that is
@@ -78,15 +79,26 @@ class GradScaler(ScalerState):
         """
         if not self._enabled:
             return outputs
-        result: torch.Tensor | Iterable[torch.Tensor] = scaled(outputs, self._scale_on)
+        if isinstance(outputs, torch.Tensor):
+            return self._scale_one(outputs)
+        result: Iterable[torch.Tensor] = scaled(outputs, self._scale_one)
         return result
 
-    def _scale_on(self, device: torch.device) -> torch.Tensor:
-        """The scale, made on ``device`` if this is the first use, and copied there if it lies elsewhere."""
+    def _scale_one(self, output: torch.Tensor) -> torch.Tensor:
+        """``output`` times the scale, which is made where it lies if this is the first use."""
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+            self._lazy_init_scale_growth_tracker(output.device)
         scale, _ = self._check_scale_growth_tracker("scale")
-        return gradients.to_device(scale, device)
+        result: torch.Tensor = output * gradients.to_device(scale, output.device)
+        if self._watched:
+            self._backwards.follow(result)
+        if self._outputs is not None:
+            self._outputs.append(result)
+        return result
+
+    def _follows_outputs(self) -> bool:
+        """Whether every output that is scaled is known: not where a subclass scales by itself."""
+        return type(self).scale is GradScaler.scale
 
     # --- Scaling back ---------------------------------------------------------------------------------
 
@@ -110,21 +122,33 @@ class GradScaler(ScalerState):
         """Divide the gradients of ``optimizer`` by the scale, in place, and check that they are finite.
 
         Call it after the last backward pass of the step where gradients are looked at or clipped;
-        otherwise ``step`` does it. Makes no device-to-host sync for dense gradients. Sparse gradients
-        are coalesced, which may put a new tensor into ``.grad``.
+        otherwise ``step`` does it. A second call with nothing in between does nothing.
+        Makes no device-to-host sync for dense gradients. Sparse gradients are coalesced, which may put a
+        new tensor into ``.grad``.
 
         Raises:
-            RuntimeError: it was unscaled or stepped already since the last ``update()``.
+            RuntimeError: it was unscaled since the last ``update()`` and its gradients have changed since,
+                or it was stepped; or a part of the gradients is of a loss that was not scaled.
             ValueError: a gradient is float16.
             AssertionError: ``scale`` was never called.
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        scale = self._scale_for(optimizer, "unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        protocol.check_unscale(state["stage"])
+        if not protocol.may_unscale(optimizer, state):
+            return
         self._unscale_and_record(optimizer, *gradients.inverse(scale), False, bound(optimizer))
         state["stage"] = OptState.UNSCALED
+        if not state.get("in_step"):
+            state["unscaled"] = protocol.marks(optimizer)
+
+    def _scale_for(self, optimizer: torch.optim.Optimizer, call: str) -> torch.Tensor:
+        """The scale; of a scaler that was loaded or copied, made where the gradients lie."""
+        if self._scale is None and self._loaded:
+            device = gradients.some_device(optimizer)
+            self._lazy_init_scale_growth_tracker(torch.device(self._device) if device is None else device)
+        return self._check_scale_growth_tracker(call)[0]
 
     def _unscale_and_record(
         self,
@@ -142,6 +166,8 @@ class GradScaler(ScalerState):
         state.pop("measured", None)
         state["names"] = gradients.parameter_names(optimizer)
         state["bound"] = bound
+        if self._check_losses:
+            misuse.begin(self, optimizer)
         flags = self._unscale_grads_(optimizer, factor, found_inf, allow_fp16)
         if "measured" not in state:
             with torch.no_grad():
@@ -175,35 +201,69 @@ class GradScaler(ScalerState):
         """Unscale the gradients if ``unscale_`` was not called, and step if all of them are finite.
 
         Args:
-            optimizer: its ``step`` is called with ``args`` and ``kwargs``; no closure.
+            optimizer: its ``step`` is called with ``args`` and ``kwargs``. A closure, first or by name,
+                zeroes the gradients, computes the loss, calls ``scaler.scale(loss).backward()`` and returns
+                the loss; gradients are unscaled before the optimizer sees them. If an evaluation is not
+                finite, parameters and state stay as before the step.
 
         Returns:
-            What was done. True where the optimizer stepped; ``value`` is what its ``step`` returned.
+            What was done. True where the optimizer stepped; ``value`` is what its ``step`` returned. Where
+            no parameter has a gradient nothing is done, with one FloatplanWarning per optimizer.
 
         Raises:
-            RuntimeError: called twice without ``update()`` in between, or with a closure.
-            AssertionError: ``scale`` was never called, or no parameter has a gradient.
+            RuntimeError: called twice without ``update()`` in between; a closure does not scale its loss; or
+                a part of the gradients is of a loss that was not scaled.
+            AssertionError: ``scale`` was never called.
             ValueError: a gradient is float16 (optimizers that unscale by themselves take those).
         """
         if not self._enabled:
             value = optimizer.step(*args, **kwargs)
             return StepResult(KnownStep(StepFacts(True, False, DISABLED, 1.0), 1.0, value))
-        protocol.check_no_closure(kwargs)
-        scale, _ = self._check_scale_growth_tracker("step")
+        closure = closures.taken_from(args, kwargs)
+        if closure is not None:
+            return closures.step(self, optimizer, closure, args, kwargs)
+        return self._step(optimizer, args, kwargs)
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepResult:
+        """`step` with gradients that are there."""
+        if self._scale is None and gradients.some_device(optimizer) is None:
+            return self._nothing_to_do(optimizer, self._init_scale)
+        scale = self._scale_for(optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
         protocol.check_step(state["stage"])
         used = gradients.snapshot(scale)
+        state["in_step"] = True
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             value = self_scaling.step(self, optimizer, state, args, kwargs)
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            protocol.check_gradients(optimizer, state["found_inf_per_device"])
             value = None
-            if not self._note_fault(optimizer, state):
+            if state["found_inf_per_device"] and not self._note_fault(optimizer, state):
                 value = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        if not state["found_inf_per_device"] and gradients.some_device(optimizer) is None:
+            return self._nothing_to_do(optimizer, used)
         state["stage"] = OptState.STEPPED
+        state.pop("unscaled", None)
         return self._result(optimizer, state, used, value)
+
+    def _nothing_to_do(self, optimizer: torch.optim.Optimizer, scale: float | torch.Tensor) -> StepResult:
+        """The result where no parameter has a gradient, as if the step had not been called. Says so once."""
+        why = protocol.why_no_gradients(optimizer)
+        self._notes.warn_once(
+            optimizer,
+            "no gradients",
+            f"step() did nothing: {why}. Was backward() called on a loss that depends on them, was the "
+            "optimizer made before model.to(device) or before a layer was replaced, or are gradients "
+            "cleared before the step?",
+        )
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.READY
+        streak = self._streaks.now(optimizer)
+        state["evidence"] = Evidence(False, scale, streak, (), (), None, fault=why)
+        return StepResult(state["evidence"])
 
     def _note_fault(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Whether the optimizer has a setting that forbids to step. Says so once."""
@@ -274,7 +334,7 @@ class GradScaler(ScalerState):
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
-        at_the_floor = False
+        at_the_floor = moved = False
         if new_scale is not None:
             wanted = self._wanted_scale(new_scale)
             scale.copy_(wanted) if isinstance(wanted, torch.Tensor) else scale.fill_(wanted)
@@ -282,50 +342,19 @@ class GradScaler(ScalerState):
         else:
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             fault = any("fault" in state for state in states)
-            if not flags and not fault:
-                self._per_optimizer_states = defaultdict(fresh_state)
-                return
-            at_the_floor = self._advance(scale, growth_tracker, flags, fault)
+            moved = bool(flags) or fault
+            if moved:
+                at_the_floor = self._advance(scale, growth_tracker, flags, fault)
         evidence = [state["evidence"] for state in states if "evidence" in state]
         for one in evidence:
             one.scale_after = gradients.snapshot(scale)
         self._per_optimizer_states = defaultdict(fresh_state)
-        if new_scale is None:
+        if self._watched:
+            misuse.end_iteration(self)
+        if moved:
             memory = self._skips.seen(self._memory)
             self._memory.best_scale = max(self._memory.best_scale, memory.best_scale)
             if memory.skips_in_a_row or self._skipping:
                 self._skipping = memory.skips_in_a_row > 0
                 results = [StepResult(one) for one in evidence]
                 self._skips.look(memory.skips_in_a_row, results, self._limits, at_the_floor)
-
-    def _wanted_scale(self, new_scale: object) -> float | torch.Tensor:
-        """``new_scale`` checked, and the limits made to allow it."""
-        wanted = settings.new_scale_value(new_scale, self._device)
-        if isinstance(wanted, torch.Tensor):
-            if wanted.device.type != "cpu":  # cannot be asked
-                return wanted.clamp(self._limits.min_scale, self._limits.max_scale)
-            wanted = wanted.item()
-        self._limits = self._limits.allowing(wanted, "new_scale")
-        return wanted
-
-    def _advance(
-        self, scale: torch.Tensor, growth_tracker: torch.Tensor, flags: list[torch.Tensor], fault: bool
-    ) -> bool:
-        """Move the scale by the flags of an iteration; whether it overflowed at the lowest scale."""
-        factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
-        memory = self._memory
-        if scale.device.type == "cpu":  # to ask is free
-            before, found_inf = scale.item(), any(flag.item() for flag in flags)
-            after, steps = advance(
-                before, int(growth_tracker.item()), found_inf, factors, self._limits, memory
-            )
-            if after != before:
-                scale.fill_(after)
-            growth_tracker.fill_(steps)
-            memory.skips_in_a_row = memory.skips_in_a_row + 1 if found_inf or fault else 0
-            return found_inf and before <= self._limits.min_scale
-        found = gradients.any_flag(flags, scale.device)
-        tensor = memory.on(scale.device)
-        advance_(scale, growth_tracker, found, factors, self._limits, tensor)
-        count_skips_(tensor, torch.ones_like(found) if fault else found)
-        return False

@@ -107,7 +107,8 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         raise ValueError(
             f"unscale_() got float16 gradients, of {first}{more}. Scaled back in float16, small ones become "
-            "0 again. Keep the weights in float32 (model.float()) and let autocast cast them."
+            "0 again. Keep trainable weights in float32 (fp.upcast_trainable(model), before the optimizer is "
+            "made) and let autocast cast them."
         )
     return list(batches.values())
 
@@ -124,6 +125,11 @@ def cpu_kernel_loses_scale(optimizer: torch.optim.Optimizer) -> bool:
     if _LOW.isdisjoint(dtypes):
         return False
     return any(grad is not None and grad.dtype in _LOW and grad.device.type == "cpu" for grad in grads)
+
+
+def some_device(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """Where a gradient lies; None if there is none."""
+    return next((param.grad.device for param in _parameters(optimizer) if param.grad is not None), None)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:

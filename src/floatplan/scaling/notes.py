@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from floatplan.errors import FloatplanWarning
 from floatplan.scaling.settings import users_line
+
+if TYPE_CHECKING:
+    from floatplan.scaling.misuse import Watch
 
 
 @dataclass(slots=True)
@@ -20,12 +23,14 @@ class Note:
     Attributes:
         reference: to the optimizer; None where it takes none.
         told: what it was warned about.
+        seen: whether it was ever watched.
         watch: follows its first iterations; None afterwards.
     """
 
     reference: weakref.ref[torch.optim.Optimizer] | None
     told: set[str] = field(default_factory=set)
-    watch: Any = None
+    seen: bool = False
+    watch: Watch | None = None
 
 
 class Notes:
@@ -44,6 +49,10 @@ class Notes:
                 reference = None
             note = self._notes[id(optimizer)] = Note(reference)
         return note
+
+    def all(self) -> list[Note]:
+        """Every note."""
+        return list(self._notes.values())
 
     def warn_once(self, optimizer: torch.optim.Optimizer, key: str, message: str) -> None:
         """FloatplanWarning at the user's line, unless this optimizer had the one of ``key`` before."""

@@ -25,27 +25,63 @@ def made(
     )
 
 
-def check_unscale(stage: OptState) -> None:
-    """RuntimeError unless gradients in ``stage`` may be unscaled."""
-    if stage is OptState.UNSCALED:
-        raise RuntimeError(
-            "unscale_() was called twice on this optimizer without update() in between: its gradients "
-            "would be divided by the scale twice. Call it once, after the last backward of the step."
+Marks = list[tuple[torch.Tensor, int]]
+"""Gradients, each with the number of times it had been written to."""
+
+
+def marks(optimizer: torch.optim.Optimizer) -> Marks:
+    """The gradients as they are now; empty where that cannot be told."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any(grad.is_inference() for grad in grads):
+        return []
+    return [(grad, grad._version) for grad in grads]
+
+
+def unchanged(optimizer: torch.optim.Optimizer, before: Marks) -> bool:
+    """Whether the gradients are the very ones of ``before``, and nothing was written to them since."""
+    now = marks(optimizer)
+    return (
+        bool(before)
+        and len(now) == len(before)
+        and all(
+            grad is other and version == other_version
+            for (grad, version), (other, other_version) in zip(now, before, strict=True)
         )
-    if stage is OptState.STEPPED:
+    )
+
+
+def may_unscale(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
+    """Whether there is something to unscale; False where that was done and nothing has happened since.
+
+    Raises:
+        RuntimeError: gradients were unscaled or stepped with, and changed since.
+    """
+    if state["stage"] is OptState.UNSCALED:
+        if unchanged(optimizer, state.get("unscaled", [])):
+            return False
+        raise RuntimeError(
+            "unscale_() was called twice on this optimizer without update() in between, and its gradients "
+            "were changed in between: they would be divided by the scale twice. Call it once, after the last "
+            "backward of the step."
+        )
+    if state["stage"] is OptState.STEPPED:
         raise RuntimeError(
             "unscale_() was called after step() on this optimizer. Call it before step(), "
             "and update() once at the end of the iteration."
         )
+    return True
 
 
-def check_no_closure(kwargs: Mapping[str, Any]) -> None:
-    """RuntimeError if ``step`` was given a closure by name."""
-    if "closure" in kwargs:
-        raise RuntimeError(
-            "step() got a closure, which an enabled GradScaler cannot run: gradients made inside it "
-            "are not unscaled. Run forward and backward before step(), or make the scaler with enabled=False."
-        )
+def why_no_gradients(optimizer: torch.optim.Optimizer) -> str:
+    """What may be the reason that no parameter has a gradient."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    frozen = sum(not p.requires_grad for p in params)
+    if not params:
+        return "no gradients: the optimizer has no parameters"
+    if frozen == len(params):
+        return f"no gradients: all {len(params)} parameters are frozen (requires_grad is False)"
+    also = f" ({frozen} are frozen)" if frozen else ""
+    return f"no gradients: none of {len(params)} parameters has one{also}"
 
 
 def check_step(stage: OptState) -> None:
@@ -54,24 +90,6 @@ def check_step(stage: OptState) -> None:
         raise RuntimeError(
             "step() was called twice on this optimizer without update() in between. "
             "Call scaler.update() once at the end of each iteration."
-        )
-
-
-def check_gradients(optimizer: torch.optim.Optimizer, flags: Mapping[torch.device, torch.Tensor]) -> None:
-    """AssertionError if unscaling met no gradient."""
-    if not flags:
-        raise AssertionError(
-            f"no parameter of this {type(optimizer).__name__} has a gradient, so there is nothing to check "
-            "or to step with. Call backward() on a loss that depends on them, or leave out step()."
-        )
-
-
-def check_update(flags: list[torch.Tensor]) -> None:
-    """AssertionError if no gradient was checked in this iteration."""
-    if not flags:
-        raise AssertionError(
-            "update() found no checked gradients: no step() or unscale_() came before it in this "
-            "iteration. Call scaler.step(optimizer) first, and update() once per iteration."
         )
 
 

@@ -105,6 +105,8 @@ def step(
             scaler._check_inf_per_device(optimizer)
             divisor = scale if divisor is None else scale * divisor
     flags = state["found_inf_per_device"]
+    if not flags:
+        return None
     if divisor is not None:
         measured, limit = state.get("measured", ()), bound(optimizer)
         state["bound"] = limit

@@ -40,6 +40,10 @@ class Streaks:
         self._entries[key] = (reference or self._reference(optimizer), streak)
         return streak
 
+    def now(self, optimizer: torch.optim.Optimizer) -> int | torch.Tensor:
+        """The streak of ``optimizer`` so far."""
+        return self._entries.get(id(optimizer), (None, self._start))[1]
+
     def _reference(self, optimizer: torch.optim.Optimizer) -> weakref.ref[torch.optim.Optimizer] | None:
         key, here = id(optimizer), weakref.ref(self)
 
