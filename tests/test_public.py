@@ -34,6 +34,7 @@ def test_public_names() -> None:
         "custom_fwd",
         "explain",
         "full_precision",
+        "upcast_trainable",
     ]
     for name in fp.__all__:
         assert getattr(fp, name) is not None

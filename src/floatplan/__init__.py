@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from floatplan.errors import FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
-    from floatplan.scaling import GradScaler
+    from floatplan.scaling import GradScaler, upcast_trainable
     from floatplan.watch import explain
 
 _HOMES = {
@@ -43,6 +43,7 @@ _HOMES = {
     "custom_fwd": "floatplan.engine",
     "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
+    "upcast_trainable": "floatplan.scaling",
 }
 
 # As with torch, ``floatplan.amp.autocast`` needs no import of its own.
@@ -65,6 +66,7 @@ __all__ = [
     "custom_fwd",
     "explain",
     "full_precision",
+    "upcast_trainable",
 ]
 
 

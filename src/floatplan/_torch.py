@@ -365,6 +365,14 @@ def at_the_end_of_this_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def multiply_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """``tensor *= factor`` for each of one device and dtype; a tensor factor is 0-dim.
+
+    Public functions take one tensor each.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
 def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """L2 norm of each of n tensors of one device and dtype, shape (n,), added up in ``dtype``.
 

@@ -72,6 +72,8 @@ class ScalerState(torch.amp.GradScaler):
         self._check_losses = check_losses
         self._watched = 0
         self._outputs: list[torch.Tensor] | None = None
+        # Gradients that were unscaled without their optimizer, by id.
+        self._unscaled: dict[int, torch.Tensor] = {}
         self._skipping = False
         self._loaded = False
 

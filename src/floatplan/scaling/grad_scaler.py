@@ -11,15 +11,16 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan.records import KnownStep, StepFacts, StepResult
 from floatplan.scaling import closures, gradients, misuse, protocol, self_scaling
-from floatplan.scaling.base import ScalerState, fresh_state
+from floatplan.scaling.base import fresh_state
 from floatplan.scaling.evidence import DISABLED, Evidence
+from floatplan.scaling.further import FurtherCalls
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
 from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
 
 
-class GradScaler(ScalerState):
+class GradScaler(FurtherCalls):
     """Scales a loss up so that small float16 gradients survive, and gradients back before the step.
 
     A step whose gradients are not finite is skipped and the scale multiplied by ``backoff_factor``;
@@ -85,16 +86,23 @@ class GradScaler(ScalerState):
         return result
 
     def _scale_one(self, output: torch.Tensor) -> torch.Tensor:
-        """``output`` times the scale, which is made where it lies if this is the first use."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(output.device)
-        scale, _ = self._check_scale_growth_tracker("scale")
-        result: torch.Tensor = output * gradients.to_device(scale, output.device)
+        """``output`` times the scale."""
+        result: torch.Tensor = output * gradients.to_device(self._made_on(output.device), output.device)
         if self._watched:
             self._backwards.follow(result)
         if self._outputs is not None:
             self._outputs.append(result)
         return result
+
+    def _made_on(self, device: torch.device) -> torch.Tensor:
+        """The scale; made on ``device`` if this is the first use."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        return self._check_scale_growth_tracker("scale")[0]
+
+    def _unscales_itself(self) -> bool:
+        """Whether gradients are unscaled by this class, not by a subclass."""
+        return type(self)._unscale_grads_ is GradScaler._unscale_grads_
 
     def _follows_outputs(self) -> bool:
         """Whether every output that is scaled is known: not where a subclass scales by itself."""
@@ -112,7 +120,7 @@ class GradScaler(ScalerState):
         """Multiply the gradients by ``inv_scale``; one flag per device, that starts as ``found_inf``."""
         with torch.no_grad():
             batches = gradients.collect(optimizer, allow_fp16)
-            flags = gradients.unscale_(batches, inv_scale, found_inf)
+            flags = gradients.unscale_(batches, inv_scale, found_inf, self._unscaled)
             state = self._per_optimizer_states[id(optimizer)]
             state["measured"] = measured = measure(batches, state.get("bound", NO_BOUND))
             flag_(flags, measured)
@@ -349,6 +357,7 @@ class GradScaler(ScalerState):
         for one in evidence:
             one.scale_after = gradients.snapshot(scale)
         self._per_optimizer_states = defaultdict(fresh_state)
+        self._unscaled = {}
         if self._watched:
             misuse.end_iteration(self)
         if moved:

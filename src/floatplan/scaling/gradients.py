@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -127,6 +127,11 @@ def cpu_kernel_loses_scale(optimizer: torch.optim.Optimizer) -> bool:
     return any(grad is not None and grad.dtype in _LOW and grad.device.type == "cpu" for grad in grads)
 
 
+def dense_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a coalesced sparse tensor; a dense one itself."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 def some_device(optimizer: torch.optim.Optimizer) -> torch.device | None:
     """Where a gradient lies; None if there is none."""
     return next((param.grad.device for param in _parameters(optimizer) if param.grad is not None), None)
@@ -178,8 +183,15 @@ def inverse(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return inv_scale.masked_fill(useless, 1.0), useless.float()
 
 
-def unscale_(batches: Iterable[Batch], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> Flags:
+def unscale_(
+    batches: Iterable[Batch],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    done: Container[int] = (),
+) -> Flags:
     """Multiply every gradient by ``inv_scale``; one flag per device, which starts as ``found_inf``.
+
+    Gradients whose ``id()`` is in ``done`` are unscaled already and are left alone.
 
     A factor of 1 that lies on the CPU costs no pass over the gradients: what is not finite is found by
     ``measure``, which follows in any case.
@@ -193,15 +205,21 @@ def unscale_(batches: Iterable[Batch], inv_scale: torch.Tensor, found_inf: torch
         if nothing_to_do:
             continue
         factor = to_device(inv_scale, batch.device)
+        grads = batch.grads
+        if done:
+            pairs = zip(batch.params, grads, strict=True)
+            grads = [grad for param, grad in pairs if id(param.grad) not in done]
+            if not grads:
+                continue
         if batch.dtype is torch.bfloat16 and batch.device.type != "cpu":
             # The kernel is not made for bfloat16 there. One gradient at a time goes through float32,
             # so that the product is rounded once and the memory grows by one gradient.
-            for grad in batch.grads:
+            for grad in grads:
                 wide = grad.float()
                 _torch.check_and_unscale_([wide], flag, factor)
                 grad.copy_(wide)
         else:
-            _torch.check_and_unscale_(batch.grads, flag, factor)
+            _torch.check_and_unscale_(grads, flag, factor)
     return flags
 
 

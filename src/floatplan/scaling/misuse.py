@@ -92,7 +92,7 @@ class Watch:
                 continue
             kinds[position] = kind
             grads.append(grad)
-            touched = touched and grad._version == writes + 1
+            touched = touched and grad._version == writes + 1 and id(grad) not in scaler._unscaled
         together = 0
         for kind in kinds.values():
             together |= kind

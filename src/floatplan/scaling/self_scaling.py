@@ -99,7 +99,7 @@ def step(
     assert scale is not None
     divisor = own_grad_scale(optimizer)
     if state["stage"] is OptState.READY:
-        if gradients.cpu_kernel_loses_scale(optimizer):
+        if scaler._unscaled or gradients.cpu_kernel_loses_scale(optimizer):
             scaler._unscale_and_record(optimizer, *gradients.inverse(scale), True, bound(optimizer))
         else:
             scaler._check_inf_per_device(optimizer)
