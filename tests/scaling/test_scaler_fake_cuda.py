@@ -79,6 +79,19 @@ def test_the_fused_step_reads_nothing(fake_cuda, kind, dtype, unscale) -> None:
         assert param.grad.dtype is dtype
 
 
+@pytest.mark.parametrize("by_parameters", [False, True])
+def test_clipping_and_lists_read_nothing(fake_cuda, by_parameters) -> None:
+    param, optimizer, scaler = make(torch.optim.SGD)
+    target = [param] if by_parameters else optimizer
+    assert scaler.clip_grad_norm_(target, 1.0).is_cuda
+    assert scaler.clip_grad_norm_(target, 1.0, 1.0).is_cuda
+    scaler.clip_grad_value_(target, 1.0)
+    (grad,), found = scaler.unscale([param.grad])
+    assert grad.is_cuda
+    assert found.is_cuda
+    scaler.update()
+
+
 def test_momentum_is_asked_for_once(fake_cuda) -> None:
     """Only a step that makes momentum buffers waits: a skipped kernel would leave them unset."""
     param, optimizer, scaler = make(torch.optim.SGD, fused=True, momentum=0.9)

@@ -200,3 +200,65 @@ def test_a_norm_beyond_float32_is_no_overflow() -> None:
     result = scaler.step(torch.optim.SGD([param], lr=0.1))
     assert result
     assert result.grad_norm == pytest.approx(1e25 * math.sqrt(8), rel=1e-6)
+
+
+@pytest.mark.trouble("T07")
+@pytest.mark.parametrize(
+    "limits", [{"hysteresis": 2}, {"hysteresis": 2, "regrowth_interval": 1}, {}], ids=str
+)
+def test_the_scale_moves_as_on_the_cpu_and_without_a_sync(limits) -> None:
+    scales = []
+    for device in ("cpu", "cuda"):
+        param = torch.nn.Parameter(torch.zeros(5, device=device))
+        optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+        scaler = fp.GradScaler(
+            device, init_scale=8.0, growth_interval=2, min_scale=2.0, max_scale=24.0, **limits
+        )
+        scaler.scale(torch.ones((), device=device))
+        results = []
+        for step, value in enumerate(VALUES):
+            gradient(param, value)
+            if device == "cpu" or step == 0:
+                results.append(scaler.step(optimizer))
+                scaler.update()
+                continue
+            with no_sync():
+                results.append(scaler.step(optimizer))
+                scaler.update()
+        scales.append([(r.next_scale, r.skips_in_a_row, r.reason) for r in results])
+        scales[-1].append(scaler.state_dict())
+    assert scales[0] == scales[1]
+
+
+@pytest.mark.trouble("T04")
+def test_skips_without_end_are_told_without_a_sync() -> None:
+    param = torch.nn.Parameter(torch.zeros(5, device="cuda"))
+    optimizer, told = torch.optim.SGD([param], lr=0.1, fused=True), []
+    scaler = fp.GradScaler("cuda", max_consecutive_skips=5, on_skips=told.append)
+    scaler.scale(torch.ones((), device="cuda"))
+    for _ in range(8):
+        gradient(param, math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        torch.cuda.synchronize()
+    assert len(told) == 1
+    assert not told[0].stepped
+
+
+@pytest.mark.trouble("T24")
+def test_clipping_makes_no_sync() -> None:
+    param = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+    scaler = fp.GradScaler("cuda", init_scale=8.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    for value, norm in ((8.0, 2.0), (8e25, 2e25), (math.nan, math.inf)):
+        gradient(param, value)
+        with no_sync():
+            found = scaler.clip_grad_norm_(optimizer, 0.5)
+        assert found.item() == pytest.approx(norm)
+        if math.isfinite(value):
+            assert param.grad.norm().item() == pytest.approx(0.5)
+        else:
+            assert param.grad.isnan().all()
+        assert scaler.step(optimizer).stepped is math.isfinite(value)
+        scaler.update()

@@ -100,7 +100,7 @@ class StepResult:
 
     @property
     def culprit(self) -> str | None:
-        """The last parameter, in the optimizer's order, whose gradient was not finite; None if there is none.
+        """The last parameter, in the optimizer's order, whose gradient was refused; None if there is none.
 
         In a model whose parameters stand in forward order it is the first that the backward pass spoiled.
         A name if the optimizer was given named parameters, else the place in ``param_groups`` and the shape.

@@ -269,6 +269,7 @@ class GradScaler(FurtherCalls):
         )
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.READY
+        state.pop("in_step", None)
         streak = self._streaks.now(optimizer)
         state["evidence"] = Evidence(False, scale, streak, (), (), None, fault=why)
         return StepResult(state["evidence"])

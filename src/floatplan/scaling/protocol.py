@@ -31,10 +31,15 @@ Marks = list[tuple[torch.Tensor, int]]
 
 def marks(optimizer: torch.optim.Optimizer) -> Marks:
     """The gradients as they are now; empty where that cannot be told."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if any(grad.is_inference() for grad in grads):
+    try:
+        return [
+            (grad, grad._version)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (grad := param.grad) is not None
+        ]
+    except RuntimeError:  # inference tensors do not count
         return []
-    return [(grad, grad._version) for grad in grads]
 
 
 def unchanged(optimizer: torch.optim.Optimizer, before: Marks) -> bool:
