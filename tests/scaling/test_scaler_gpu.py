@@ -202,10 +202,13 @@ def test_a_norm_beyond_float32_is_no_overflow() -> None:
     assert result.grad_norm == pytest.approx(1e25 * math.sqrt(8), rel=1e-6)
 
 
+LIMITS = [{}, {"hysteresis": 2}, {"hysteresis": 2, "regrowth_interval": 1}]
+VALUES = (1.0, 1.0, math.inf, math.nan, 1.0, math.inf, math.inf, 1.0, 1.0, 1.0, 1.0)
+
+
 @pytest.mark.trouble("T07")
-@pytest.mark.parametrize(
-    "limits", [{"hysteresis": 2}, {"hysteresis": 2, "regrowth_interval": 1}, {}], ids=str
-)
+@pytest.mark.filterwarnings("ignore:the scale is at min_scale")
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_the_scale_moves_as_on_the_cpu_and_without_a_sync(limits) -> None:
     scales = []
     for device in ("cpu", "cuda"):
