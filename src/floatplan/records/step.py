@@ -91,7 +91,9 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm over all unscaled gradients of the optimizer, before clipping; not finite after overflow.
+        """L2 norm over all unscaled gradients of the optimizer, before clipping.
+
+        Not finite where a gradient is not.
 
         None where nothing was measured: scaling disabled, no gradients, or an optimizer or a subclass
         of the scaler that unscales by itself.
