@@ -7,10 +7,7 @@ FloatplanError
 ├── CheckpointError (also RuntimeError)  a checkpoint that cannot be written, read or loaded
 │   └── CheckpointMissingError (also FileNotFoundError)   there is no file
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
-<<<<<<< HEAD
 ├── StepError (also RuntimeError)        calls of a training step in an order that would corrupt it
-=======
->>>>>>> wt-scaling
 ├── ScalingError (also RuntimeError)     step after step is refused, so that nothing is learned
 ├── TaskError (also ValueError)          a task, row or option of a command that does not exist
 ├── DataError (also OSError)             data that is missing or cannot be read
@@ -57,13 +54,10 @@ class DeviceError(FloatplanError, RuntimeError):
     """A device, or a number format on a device, that is not available here."""
 
 
-<<<<<<< HEAD
 class StepError(FloatplanError, RuntimeError):
     """A training step that cannot go on, or calls in an order that would corrupt it."""
 
 
-=======
->>>>>>> wt-scaling
 class ScalingError(FloatplanError, RuntimeError):
     """Step after step is refused: the run looks alive and learns nothing."""
 
