@@ -275,35 +275,39 @@ def compile_cache_tag() -> str:
 _marks: dict[str, None] = {}
 
 
+class _MarkedOverride:
+    """In place of the variable that holds the tag a user has set in this thread: reads it with our marks."""
+
+    def __init__(self, variable: Any, in_force: Callable[[], str]) -> None:
+        self._variable, self._in_force = variable, in_force
+        self.set = variable.set
+
+    def get(self) -> Any:
+        value = self._variable.get()
+        return _marked(value, self._in_force) if isinstance(value, str) else value
+
+
+def _marked(tag: str, in_force: Callable[[], str]) -> CacheTag:
+    marked = CacheTag(str.__str__(tag))
+    marked.in_force = in_force
+    return marked
+
+
 def mark_compile_caches(marks: Iterable[str], in_force: Callable[[], str]) -> None:
     """Add ``marks`` and what ``in_force()`` says to that tag: kernels of ours change what a graph means.
 
-    A tag of the user's own is kept. Setting the value reaches the calling thread only, so it goes into the
-    entry's defaults.
+    A tag of the user's own is kept, set before or after. Setting the value would reach the calling thread
+    only, so it goes into the entry's defaults.
     """
     _marks.update(dict.fromkeys(marks))
-
-    def marked(tag: str) -> CacheTag:
-        tag = CacheTag(tag)
-        tag.in_force = in_force
-        return tag
-
+    entry = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
+    if isinstance(entry.user_override, _MarkedOverride):
+        return
     for name in ("default", "env_value_default"):
-        tag = getattr(_TAG, name)
-        if isinstance(tag, str) and type(tag) is not CacheTag:
-            setattr(_TAG, name, marked(tag))
-    if not compile_caches_marked():
-        torch.compiler.config.cache_key_tag = marked(torch.compiler.config.cache_key_tag)
-
-
-def compile_caches_marked() -> bool:
-    """Whether the tag is marked in this thread, where the user may have set another since."""
-    tag = _tag_of_thread()
-    return type(tag) is CacheTag or not isinstance(tag, str)
-
-
-_TAG = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
-_tag_of_thread: Callable[[], object] = _TAG.user_override.get
+        tag = getattr(entry, name)
+        if isinstance(tag, str):
+            setattr(entry, name, _marked(tag, in_force))
+    entry.user_override = _MarkedOverride(entry.user_override, in_force)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -343,10 +347,12 @@ def answered_while_traced(function: Function) -> Function:
     return function
 
 
+in_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a ``TorchFunctionMode`` is on; without one, `exports` says no."""
+
+
 def exports() -> bool:
     """Whether ``torch.export`` is recording the program above the level at which autocast works."""
-    if not torch._C._is_torch_function_mode_enabled():
-        return False
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]

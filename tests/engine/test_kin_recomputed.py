@@ -164,3 +164,24 @@ def test_interpolation_has_one_dtype_eager_and_compiled(mode: str) -> None:
     x = torch.randn(1, 2, 3, 3).bfloat16()
     compiled = torch.compile(twice_as_large, backend="aot_eager")
     assert compiled(x).dtype is twice_as_large(x).dtype is FP32
+
+
+@pytest.mark.trouble("T114")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_with_torchs_own_kernels_inside_of_a_checkpointed_function(reentrant: bool) -> None:
+    """It is exact, whatever region is around and however many policies the process has used."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def function(w: Tensor) -> Tensor:
+        with fp.autocast("cpu", dtype=BF16, policy="torch"):
+            return (w @ w).float()
+
+    gradients = []
+    for call in (function, functools.partial(checkpoint, function, use_reentrant=reentrant)):
+        weight.grad = None
+        with region():
+            result = call(weight)
+        result.sum().backward()
+        assert weight.grad is not None
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)

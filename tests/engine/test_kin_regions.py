@@ -331,8 +331,12 @@ def test_the_precision_in_force_on_a_device_can_be_asked_for() -> None:
 
 @pytest.mark.trouble("T58")
 @pytest.mark.parametrize("overload", ["aten::linear", "aten::mse_loss"])
-def test_beside_other_threads_no_kernel_that_keeps_pythons_lock_is_called(overload: str) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_beside_other_threads_no_kernel_that_keeps_pythons_lock_is_called(
+    others: int, overload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch's own autocast kernels do, when they are called from Python."""
+    monkeypatch.setattr(_torch, "other_threads", lambda: others)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     for name in ("AutogradCPU", "AutocastCPU"):
         keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
@@ -341,15 +345,15 @@ def test_beside_other_threads_no_kernel_that_keeps_pythons_lock_is_called(overlo
     rule = make_rule(op, overload, UNIFIED, "cpu", lambda keys, *args: kept.append(len(args)))
     assert rule is not None
     with region():
-        rule(keys, (A, A), {})
-    assert kept == [2]
+        result = rule(keys, (A, A), {})
+    assert (kept, result is None) == (([], False) if others else ([2], True))
+
+
+def test_other_threads_are_counted() -> None:
+    before = _torch.other_threads()
     done = threading.Event()
     other = threading.Thread(target=done.wait)
     other.start()
-    try:
-        with region():
-            assert isinstance(rule(keys, (A, A), {}), Tensor)
-    finally:
-        done.set()
-        other.join()
-    assert kept == [2]
+    assert _torch.other_threads() == before + 1
+    done.set()
+    other.join()

@@ -154,7 +154,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
         rule = rules.get(number)
         if rule is None:
             if policy.native_device == device_type:
-                rule = without_policy
+                rule = as_before
             else:
                 rule = make_rule(op, overload, policy, device_type, native)
                 if rule is None:
@@ -188,7 +188,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
             if policy is None:
                 return without_policy(keys, args, kwargs)
             rule = rule_of(number, policy)
-        if backward() != NO_BACKWARD and rule is not without_policy and state.entered_before_backward():
+        if backward() != NO_BACKWARD and rule is not as_before and state.entered_before_backward():
             # The gradients of a forward have the formats that it chose, wherever the backward runs.
             rule = left_alone
         return rule(keys, args, kwargs)

@@ -13,7 +13,6 @@ import torch
 
 from floatplan import _torch
 from floatplan.engine import cache, state, traced, watched
-from floatplan.engine.kernels import mark_compile_caches
 from floatplan.engine.resumed import in_stretches
 from floatplan.engine.settings import device_type_of, settings_of
 from floatplan.errors import FloatplanWarning, RegionError
@@ -79,7 +78,7 @@ class autocast:
         self._settings = settings = settings_of(arguments)
         self.device, self.fast_dtype, self.policy = settings.device, settings.dtype, settings.policy
         self._outside: dict[int, list[state.Outside]] = {}
-        if settings.ours:
+        if settings.may_say:
             settings.say_what_stays()
 
     def _make_traced(self, policy: Policy | str, *others: Any) -> None:
@@ -177,7 +176,7 @@ class autocast:
     def _begin(self) -> state.Outside:
         device, settings = self.device, self._settings
         enabled = torch.is_autocast_enabled(device)
-        if (enabled or settings.enabled) and _torch.exports():
+        if _torch.in_function_mode() and (enabled or settings.enabled) and _torch.exports():
             raise RegionError(
                 "torch.export records a program without floatplan's regions, so the exported program would "
                 "run in another precision; use torch.autocast in a module that is exported"
@@ -186,14 +185,13 @@ class autocast:
         around = state.number_in_force(), torch.is_autocast_cache_enabled()
         entry = None if watched.watchers else settings.entries.get(around)
         number, keeps_casts = entry or settings.entry(*around)
-        if not _torch.compile_caches_marked():
-            mark_compile_caches()
         casts_since = cache.enter(settings.keeps_casts)
         dtype = torch.get_autocast_dtype(device)
         outside = state.region_entered(device, enabled, dtype, around, casts_since)
         state.set_in_force(number)
         torch.set_autocast_enabled(device, settings.enabled)
-        torch.set_autocast_dtype(device, settings.dtype)
+        if dtype is not settings.dtype:
+            torch.set_autocast_dtype(device, settings.dtype)
         torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(keeps_casts)
         return outside

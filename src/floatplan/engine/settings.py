@@ -69,6 +69,7 @@ class Settings:
             ensure_registered(device, self.policy)
         self.entries: dict[tuple[torch.dtype, bool], tuple[torch.dtype, bool]] = {}
         self.can_be_shared = problem is None
+        self.may_say = self.ours and not self.policy.slow_kernels
 
     def say(self, message: str) -> None:
         """Warn, or raise under ``strict``."""
@@ -79,7 +80,7 @@ class Settings:
     def say_what_stays(self) -> None:
         """Precision is not changed in silence: name what stays in float32, once."""
         device = self.device
-        if self.policy.slow_kernels or ((device, self.dtype) in _said and not self.asked.strict):
+        if (device, self.dtype) in _said and not self.asked.strict:
             return
         notes = precision_notes(device, self.dtype, self.policy)
         if notes:
@@ -119,20 +120,26 @@ class Settings:
 
 
 _known: dict[tuple[Any, ...], Settings] = {}
+_MOST_KNOWN = 1024
 
 
 def settings_of(arguments: tuple[Any, ...]) -> Settings:
     """The settings of a region. A training loop asks for the same in every step."""
+    device, dtype, enabled, cache_enabled, policy, strict, respect_upcast = arguments
+    # A policy by its identity: its hash takes longer than all the rest, and the settings keep it alive.
+    chosen = policy if type(policy) is str else id(policy)
+    key = device, dtype, enabled, cache_enabled, chosen, strict, respect_upcast
     try:
-        known = _known.get(arguments)
+        known = _known.get(key)
     except TypeError:  # an argument that cannot be looked up is a wrong one, and is named below
         known = None
     if known is None:
-        asked = Asked(device_type_of(arguments[0]), *arguments[1:])
-        is_default = asked.dtype is None
-        known = Settings(asked, torch.get_autocast_dtype(asked.device_type) if is_default else asked.dtype)
-        if known.can_be_shared and not is_default and isinstance(arguments[0], str):
-            _known[arguments] = known
+        asked = Asked(device_type_of(device), *arguments[1:])
+        known = Settings(asked, torch.get_autocast_dtype(asked.device_type) if dtype is None else dtype)
+        if known.can_be_shared and dtype is not None and type(device) is str:
+            if len(_known) >= _MOST_KNOWN:  # a program that makes policies in a loop
+                _known.clear()
+            _known[key] = known
     return known
 
 
