@@ -184,4 +184,4 @@ def test_a_region_with_torchs_own_kernels_inside_of_a_checkpointed_function(reen
         result.sum().backward()
         assert weight.grad is not None
         gradients.append(weight.grad)
-    assert torch.equal(*gradients)
+    torch.testing.assert_close(*gradients, rtol=2**-7, atol=2**-7)  # torch's cast cache sums in 16 bits
