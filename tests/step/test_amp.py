@@ -377,3 +377,21 @@ def test_a_plan_is_applied() -> None:
     rows = fp.explain(model, X[0], dtype=None).rows
     products = [row for row in rows if row.operator == "aten::linear"]
     assert {row.ran_in for row in products if row.module == "3"} == {"bfloat16"}
+
+
+def test_a_backward_that_fails_leaves_no_part_of_its_gradients() -> None:
+    mine, theirs = make(), make()
+    amp = fp.Amp(mine, sgd(mine), "fp32", accumulate=2)
+    hook = mine[1].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(amp, mine, X[0], Y[0])
+    hook.remove()
+    assert all(parameter.grad is None for parameter in mine.parameters())
+    mine.load_state_dict(theirs.state_dict())  # the statistics of the forward
+    plain = sgd(theirs)
+    for x, y in zip(X[:2], Y[:2], strict=True):
+        result = step(amp, mine, x, y)
+        (loss_of(theirs, x, y) / 2).backward()
+    plain.step()
+    assert result
+    assert equal(mine.state_dict(), theirs.state_dict())

@@ -110,6 +110,8 @@ class Window:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Add the gradients of ``loss`` to those of the micro-batch.
 
+        If it fails in the middle, as when memory runs out, the window is cleared.
+
         Raises:
             StepError: the window is unscaled already.
         """
@@ -126,7 +128,11 @@ class Window:
                 parameter.grad = None
         self.is_open = True
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward(**options)  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward(**options)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.clear()  # some of the gradients are there and some are not
+            raise
 
     def close_micro_batch(self) -> bool:
         """End the micro-batch. Returns whether it counts."""
