@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from floatplan import _torch
+from floatplan import _compiler, _torch
 
 FIGURES = pytest.StashKey[list[str]]()
 
@@ -44,7 +44,7 @@ def autocast_state() -> tuple[object, ...]:
     return (
         tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
         torch.is_autocast_cache_enabled(),
-        _torch.compile_cache_tag().partition("|")[0],
+        _compiler.compile_cache_tag().partition("|")[0],
     )
 
 

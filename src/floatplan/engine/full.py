@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from floatplan import _torch
+from floatplan import _compiler, _torch
 from floatplan.engine import traced
 from floatplan.engine.casting import HALVES
 from floatplan.engine.region import autocast
@@ -32,19 +32,19 @@ class full_precision:
         policy: the operators' classes are this policy's, with whatever it casts cast to float32.
     """
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __init__(self, *, cast_outputs: bool = False, policy: Policy | str = "unified") -> None:
         self._cast_outputs = cast_outputs
         devices = [device for device in _torch.AUTOCAST_KEYS if device != "cuda" or torch.cuda.is_available()]
         self._regions = [autocast(device, dtype=torch.float32, policy=policy) for device in devices]
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __enter__(self) -> full_precision:
         for region in self._regions:
             region.__enter__()
         return self
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from floatplan import _torch
+from floatplan import _compiler, _torch
 from floatplan._version import __version__
 from floatplan.engine import cache, state, upcast, watched
 from floatplan.engine.rules import Rule, make_rule
@@ -62,7 +62,7 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
 def mark_compile_caches(*marks: str) -> None:
     """Graphs on disk must not cross to or from plain torch, nor between policies or versions of the table."""
     ours = f"floatplan-{__version__}-{Policy.unified().fingerprint}"
-    _torch.mark_compile_caches((ours, *marks), state.fingerprint)
+    _compiler.mark_compile_caches((ours, *marks), state.fingerprint)
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def _make_kernel(overload: str, device_type: str, key: str) -> Callable[..., Any
             return as_before(keys, args, kwargs)
         return rule_of(state.number_of({device_type: policy}), policy)(keys, args, kwargs)
 
-    @_torch.not_compiled
+    @_compiler.not_compiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         # A region of ours has torch's cast cache off. Where it is on, torch.autocast was entered since.
         if keeps_casts():

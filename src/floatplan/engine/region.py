@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from floatplan import _torch
+from floatplan import _compiler
 from floatplan.engine import cache, state, traced, watched
 from floatplan.engine.resumed import in_stretches
 from floatplan.engine.settings import device_type_of, settings_of
@@ -58,7 +58,7 @@ class autocast:
     _open: traced.Open | None = None
     _key = ""
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __init__(
         self,
         device_type: str | torch.device | torch.Tensor,
@@ -100,7 +100,7 @@ class autocast:
         vars(self).update(vars(_rebuild(*asked._replace(dtype=self.fast_dtype))))
         return getattr(self, name)
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __enter__(self) -> autocast:
         if _is_traced():
             self._open = traced.enter(self._key or traced.floatplan_key(self), self._open)
@@ -109,7 +109,7 @@ class autocast:
         frames.append(self._begin())
         return self
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -172,11 +172,11 @@ class autocast:
 
         return traced.with_own_code(in_region)
 
-    @_torch.not_compiled
+    @_compiler.not_compiled
     def _begin(self) -> state.Outside:
         device, settings = self.device, self._settings
         enabled = torch.is_autocast_enabled(device)
-        if _torch.in_function_mode() and (enabled or settings.enabled) and _torch.exports():
+        if _compiler.in_function_mode() and (enabled or settings.enabled) and _compiler.exports():
             raise RegionError(
                 "torch.export records a program without floatplan's regions, so the exported program would "
                 "run in another precision; use torch.autocast in a module that is exported"
@@ -196,7 +196,7 @@ class autocast:
         torch.set_autocast_cache_enabled(keeps_casts)
         return outside
 
-    @_torch.not_compiled
+    @_compiler.not_compiled
     def _end(self, outside: state.Outside) -> None:
         enabled, dtype, number, cache_enabled, casts_since, _ = state.region_left(self.device, outside)
         if torch.autocast_decrement_nesting() == 0:
@@ -216,7 +216,7 @@ class autocast:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}{on}, policy={self.policy.name!r})"
 
 
-@_torch.answered_while_traced
+@_compiler.answered_while_traced
 def floatplan_region(policy: str, *others: Any) -> tuple[str, torch.dtype, str] | None:
     """Device type, dtype and key of the region of these arguments; ``None`` if it cannot be made.
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from floatplan import _torch
+from floatplan import _compiler, _torch
 from floatplan.engine import state
 from floatplan.engine.casting import HALVES
 from floatplan.engine.kernels import mark_compile_caches
@@ -37,7 +37,7 @@ _regions: dict[str, Any] = {}
 _policies: dict[str, Policy] = {}
 
 not_followed = functools.partial(
-    _torch.not_compiled,
+    _compiler.not_compiled,
     reason="this floatplan region cannot be made or entered in a compiled function: it is one that raises or "
     "that torch.export would lose",
 )
@@ -68,13 +68,13 @@ def name_of(policy: Policy) -> str:
     return name
 
 
-@_torch.answered_while_traced
+@_compiler.answered_while_traced
 def floatplan_policy(policy: Policy) -> str | None:
     """The name of a policy that was made outside."""
     return _name(policy) if "rows" in vars(policy) else None
 
 
-@_torch.answered_while_traced
+@_compiler.answered_while_traced
 def floatplan_new_policy(*fields: Any) -> str:
     """The name of a policy that was made in the traced function."""
     return _name(Policy(*fields))
@@ -91,7 +91,7 @@ def policy_named(name: str) -> Policy | str:
     return _policies.get(name, name)
 
 
-@_torch.answered_while_traced
+@_compiler.answered_while_traced
 def floatplan_key(region: Any) -> str:
     """A string that stands for ``region`` in traced functions. Regions that do the same share theirs.
 
@@ -130,17 +130,17 @@ def leave(region: Open | None) -> Open | None:
 class Inside:
     """A region in a traced function, for code that is ours: it holds nothing but keys."""
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __init__(self, *keys: str) -> None:
         self._keys = keys
         self._open: Open | None = None
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __enter__(self) -> None:
         for key in self._keys:
             self._open = enter(key, self._open)
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -171,7 +171,7 @@ def _entered(
         mark.left = True
 
 
-@_torch.answered_while_traced
+@_compiler.answered_while_traced
 def floatplan_state(key: str) -> State | None:
     """The thread state in the region of ``key``, entered where tracing has got to; ``None`` if it can't be.
 
@@ -200,7 +200,7 @@ def floatplan_state(key: str) -> State | None:
     return device, dtype, enabled, keeps_casts, number, shown
 
 
-@_torch.answered_while_traced
+@_compiler.answered_while_traced
 def floatplan_dtype(device: str, dtype: torch.dtype) -> bool:
     """Let the traced function read ``dtype`` as that of autocast; the end of the region takes it back."""
     torch.set_autocast_dtype(device, dtype)

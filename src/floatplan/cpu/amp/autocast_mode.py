@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from floatplan import _torch, engine
+from floatplan import _compiler, engine
 from floatplan.policy import Policy
 
 __all__ = ["autocast"]
@@ -13,7 +13,7 @@ __all__ = ["autocast"]
 class autocast(engine.autocast):
     """`floatplan.autocast` for the CPU, without the device argument and with bfloat16."""
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __init__(
         self,
         enabled: bool = True,

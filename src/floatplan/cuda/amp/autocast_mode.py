@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from floatplan import _torch, engine
+from floatplan import _compiler, engine
 from floatplan.policy import Policy
 
 __all__ = ["autocast", "custom_bwd", "custom_fwd"]
@@ -16,7 +16,7 @@ __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 class autocast(engine.autocast):
     """`floatplan.autocast` for CUDA, without the device argument and with float16."""
 
-    @_torch.only_inlined
+    @_compiler.only_inlined
     def __init__(
         self,
         enabled: bool = True,
