@@ -7,6 +7,7 @@ sees the same batches. Each step has a new batch.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,8 +79,9 @@ def test_checkpointed_training(arguments: tuple[str, ...], figure: Callable[[str
         [sys.executable, str(Path(small_transformers.__file__)), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # small products: threads that wait for each other
     )
     assert done.returncode == 0, done.stderr
     runs = {what: Run(*values) for what, values in json.loads(done.stdout).items()}
