@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.compiler.config
 import torch.multiprocessing.reductions
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack

@@ -144,6 +144,3 @@ class StepResult:
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"StepResult cannot be changed: {name} cannot be deleted")
-
-
-# --- A comparison run: the lines of run.jsonl, in the order in which they are written -------------------

@@ -47,7 +47,6 @@ def step_with_closure(
     weights = [parameter.detach().clone() for parameter in window.parameters()]
     state = copy.deepcopy(optimizer.state_dict())
     scale = window.scale()
-    first: list[Any] = []
 
     def evaluate() -> Tensor:
         window.clear()
@@ -56,10 +55,7 @@ def step_with_closure(
                 loss = loss_of()
             window.backward(loss)
         window.unscale()
-        if not first:
-            first.append(window.evidence(False, scale, None))
-        found_inf = window.found_inf()
-        if found_inf.item():
+        if window.found_inf().item():
             raise _NotFinite
         if clip_norm is not None:
             window.clip(clip_norm)
