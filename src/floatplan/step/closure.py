@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from floatplan.errors import StepError
-from floatplan.records import StepResult
+from floatplan.scaling.evidence import Evidence
 from floatplan.step.window import Window
 
 
@@ -24,7 +24,7 @@ def step_with_closure(
     loss_of: Callable[[], Tensor],
     region: Callable[[], AbstractContextManager[Any]],
     clip_norm: float | None,
-) -> StepResult:
+) -> Evidence:
     """Let the optimizer evaluate ``loss_of`` as often as it likes; all of the step or, if a gradient is not
     finite in any evaluation, nothing.
 
@@ -81,4 +81,4 @@ def step_with_closure(
     window.update_scale(torch.tensor(float(refused)))
     evidence = window.evidence(refused, scale, value)
     evidence.scale_after = window.scale()
-    return StepResult(evidence)
+    return evidence
