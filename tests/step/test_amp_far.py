@@ -155,13 +155,12 @@ def test_to_read_a_result_is_to_move_on(far) -> None:
 
 
 def test_an_averaged_model_is_never_late(far) -> None:
-    loop = Loop("far", "adamw fused")
     calls: list[nn.Module] = []
 
     class Average:
         update_parameters = staticmethod(calls.append)
 
-    loop.amp.settings = fp.Settings(ema=Average())
+    loop = Loop("far", "adamw fused", ema=Average())
     for x, count in ((X[0], 1), (BAD, 1), (X[1], 2)):
         with waiting_is_fine():
             loop.step(x)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import floatplan as fp
 
+pytestmark = pytest.mark.filterwarnings("ignore:a loss came from outside")
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.1),
@@ -49,12 +51,14 @@ class Reference:
     skips: int = 0
     count: int = 0
     total: Tensor | None = None
+    failed: bool = False
     steps: list[Tensor] = field(default_factory=list)
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Tensor, failed: bool) -> None:
         scaled = gradient * self.scale
         self.total = scaled if self.total is None else self.total + scaled
         self.count += 1
+        self.failed |= failed
 
     def end(self, clip: float | None, said: float | None) -> tuple[bool, float]:
         """The step: whether it is taken, and the scale after it.
@@ -75,6 +79,9 @@ class Reference:
             self.steps.append(gradient)
         self.skips = 0 if taken else self.skips + 1
         if self.is_scaled:
+            if self.failed:  # the loss itself was not finite, so the scale is not at fault
+                self.clear()
+                return taken, self.scale
             self.good = self.good + 1 if taken else 0
             if not taken:
                 self.scale = max(self.scale * 0.5, 2.0**-14)
@@ -84,7 +91,7 @@ class Reference:
         return taken, self.scale
 
     def clear(self) -> None:
-        self.count, self.total = 0, None
+        self.count, self.total, self.failed = 0, None, False
 
 
 class Two(nn.Module):
@@ -137,7 +144,7 @@ class Machine:
         else:
             assert gradient is not None
             value = torch.tensor([GRADIENTS[gradient[0]] * gradient[1], 0.5])
-            reference.add(value)
+            reference.add(value, not bool(self.model(value).isfinite()))
             used, clip = reference.scale, 0.1 if action == "clipped" else None
             is_last = reference.count == reference.accumulate
             if action == "in parts":

@@ -41,6 +41,7 @@ def test_an_overflow_in_the_forward_is_told_apart_from_one_in_the_gradients() ->
         "bias",
     )
     amp.backward((model.weight * 1e30).sum())
+    amp.unscale()
     assert model.weight.grad is not None
     model.weight.grad *= torch.inf
     assert amp.step().reason == "overflow: gradients are not finite"
@@ -175,7 +176,10 @@ def test_float16_that_nobody_scales_is_told(how: str, told: bool, monkeypatch: p
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.no_grad() if how == "inference" else nullcontext(), region:
+        with (
+            torch.no_grad() if how == "inference" else nullcontext(),
+            amp.autocast() if how == "amp" else region,
+        ):
             loss = model(torch.randn(2, 4)).square().sum()
         if how == "amp":
             amp.step(loss)

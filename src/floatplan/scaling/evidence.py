@@ -62,6 +62,7 @@ class Evidence:
         fault: the setting for which the step was refused; None if there is none.
         losses: of the step, not scaled, one element each.
         scale_after: the scale after ``update()``; None before it.
+        prefix: of the reason.
         when_read: called once, when the facts are known to the host.
     """
 
@@ -77,6 +78,7 @@ class Evidence:
     fault: str | None = None
     losses: Sequence[torch.Tensor] = ()
     scale_after: float | torch.Tensor | None = None
+    prefix: str = ""
     when_read: Callable[[], None] | None = field(default=None, repr=False)
     _facts: StepFacts | None = field(default=None, repr=False)
 
@@ -129,7 +131,7 @@ class Evidence:
         return StepFacts(
             stepped=not found and self.fault is None,
             found_inf=found,
-            reason=reason,
+            reason=self.prefix + reason,
             scale=scale,
             grad_norm=None if not norm else math.nan if useless else norm[0],
             culprit=culprit,

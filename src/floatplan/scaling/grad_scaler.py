@@ -319,6 +319,12 @@ class GradScaler(FurtherCalls):
         state["evidence"] = evidence
         return StepResult(evidence)
 
+    def _forget_iteration(self) -> None:
+        """End an iteration without a move of the scale: what was unscaled or stepped in it is forgotten."""
+        self._per_optimizer_states = defaultdict(fresh_state)
+        self._unscaled = {}
+        self._losses = []
+
     # --- The next scale -------------------------------------------------------------------------------
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -360,9 +366,7 @@ class GradScaler(FurtherCalls):
         evidence = [state["evidence"] for state in states if "evidence" in state]
         for one in evidence:
             one.scale_after = gradients.snapshot(scale)
-        self._per_optimizer_states = defaultdict(fresh_state)
-        self._unscaled = {}
-        self._losses = []
+        self._forget_iteration()
         if self._watched:
             misuse.end_iteration(self)
         if moved:
