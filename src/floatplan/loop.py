@@ -241,14 +241,14 @@ class Amp:
     def _finish(self, window: Window, clip_norm: float | None, scheduler: Any) -> StepResult:
         scale = window.scale()
         window.unscale()
-        if not window.has_gradients():
+        found_inf = window.found_inf()
+        if not window.has_gradients() and found_inf.item() < 0:
             dropped = window.dropped
             window.clear()
             reason = "every micro-batch was dropped" if dropped else NO_GRADIENTS
             if not dropped:
                 warnings.warn(f"Amp.step: {NO_GRADIENTS}", FloatplanWarning, stacklevel=3)
             return StepResult(KnownStep(StepFacts(False, bool(dropped), reason, _number(scale))))
-        found_inf = window.found_inf()
         if clip_norm is not None:
             window.clip(clip_norm)
         refused, values = window.step(found_inf)

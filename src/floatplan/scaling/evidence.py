@@ -15,20 +15,20 @@ from floatplan.scaling.measure import Measured, Part, total_norm
 STEPPED = "stepped"
 DISABLED = "scaling disabled"
 OVERFLOW = "overflow: gradients are not finite"
-AT_THE_FLOOR = "overflow: gradients are not finite, at the lowest scale"
 USELESS_SCALE = "the scale is of no use: 1/scale is 0 or not finite"
 
 
 _CPU = torch.device("cpu")
 
 
-def _refusal(scale: float, calibrated: bool, min_scale: float) -> str:
-    """Why gradients that are not finite are refused."""
+def _refusal(scale: float, calibrated: bool, min_scale: float, elsewhere: bool) -> str:
+    """Why gradients that are not finite, here or elsewhere, are refused."""
+    where = " on another rank" if elsewhere else ""
     if scale <= min_scale:
-        return AT_THE_FLOOR
+        return f"{OVERFLOW}{where}, at the lowest scale"
     if calibrated:
-        return OVERFLOW
-    return f"calibrating: the scale {scale:g} overflows; no step has succeeded yet"
+        return f"{OVERFLOW}{where}"
+    return f"calibrating: the scale {scale:g} overflows{where}; no step has succeeded yet"
 
 
 def _numbers(values: list[float | torch.Tensor], device: torch.device) -> list[list[float]]:
@@ -58,6 +58,7 @@ class Evidence:
         too_large: why a finite gradient is refused that is above the optimizer's bound.
         fault: the setting for which the step was refused; None if there is none.
         scale_after: the scale after ``update()``; None before it.
+        shared: other ranks had a say in ``found_inf``.
     """
 
     found_inf: bool | torch.Tensor
@@ -71,6 +72,7 @@ class Evidence:
     too_large: str = OVERFLOW
     fault: str | None = None
     scale_after: float | torch.Tensor | None = None
+    shared: bool = False
     _facts: StepFacts | None = field(default=None, repr=False)
 
     def facts(self) -> StepFacts:
@@ -107,7 +109,7 @@ class Evidence:
         if useless:
             reason = USELESS_SCALE
         elif found:
-            reason = _refusal(scale, calibrated > 0, self.min_scale)
+            reason = _refusal(scale, calibrated > 0, self.min_scale, self.shared and not bad)
             if bad:
                 last = max(bad)
                 culprit = name_at(self.names, last, bad[last][0])

@@ -19,6 +19,18 @@ class _NotFinite(Exception):
     """Ends an optimizer's line search: a gradient is not finite."""
 
 
+def _ends_refused(window: Window, refused: bool) -> bool:
+    """Whether the step of any rank is refused.
+
+    A rank that is through takes part in the evaluations of the others, with a flag that stands below theirs
+    so that all of them see when the last one is through.
+    """
+    while True:
+        flag = window.agreed(window.found_here().fill_(1.0 if refused else -1.0)).item()
+        if flag:
+            return flag > 0
+
+
 def step_with_closure(
     window: Window,
     loss_of: Callable[[], Tensor],
@@ -55,7 +67,7 @@ def step_with_closure(
                 loss = loss_of()
             window.backward(loss)
         window.unscale()
-        if window.found_inf().item():
+        if window.agreed(window.found_here()).item():
             raise _NotFinite
         if clip_norm is not None:
             window.clip(clip_norm)
@@ -67,10 +79,11 @@ def step_with_closure(
                 parameter.copy_(weight)
         optimizer.load_state_dict(state)
 
-    refused, value = False, None
+    refused, is_finite, value = False, True, None
     try:
         value = optimizer.step(evaluate)  # type: ignore[arg-type]
-        refused = not all(bool(parameter.isfinite().all()) for parameter in window.parameters())
+        is_finite = all(bool(parameter.isfinite().all()) for parameter in window.parameters())
+        refused = _ends_refused(window, not is_finite)
     except _NotFinite:
         refused = True
     except BaseException:
@@ -81,4 +94,5 @@ def step_with_closure(
     window.update_scale(torch.tensor(float(refused)))
     evidence = window.evidence(refused, scale, value)
     evidence.scale_after = window.scale()
+    evidence.shared = evidence.shared and is_finite
     return StepResult(evidence)

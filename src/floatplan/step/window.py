@@ -164,11 +164,7 @@ class Window:
         self._sums = {}
 
     def _any(self, flags: list[Tensor]) -> bool:
-        device = flags[0].device if flags else torch.device("cpu")
-        flag = gradients.any_flag(flags, device)
-        if self._reduce is not None:
-            self._reduce(flag)
-        return bool(flag.item())
+        return bool(self.agreed(gradients.any_flag(flags, self._device(flags))).item())
 
     # --- The end --------------------------------------------------------------------------------------
 
@@ -225,15 +221,25 @@ class Window:
         """Whether unscaling met any gradient."""
         return any(self._flags)
 
-    def found_inf(self) -> Tensor:
-        """1.0 if any of the optimizers, on any rank, would write what is not finite, else 0.0."""
+    def found_here(self) -> Tensor:
+        """1.0 if any of the optimizers would write what is not finite, else 0.0."""
         flags = [flag for of_one in self._flags for flag in of_one.values()]
-        flag = gradients.any_flag(flags, flags[0].device if flags else torch.device("cpu"))
-        if self._fault is not None:
-            flag.fill_(1.0)
+        flag = gradients.any_flag(flags, self._device(flags))
+        return flag if self._fault is None else flag.fill_(1.0)
+
+    def found_inf(self) -> Tensor:
+        """`found_here` of any rank; -1.0 if none has gradients. A rank without takes part all the same."""
+        return self.agreed(self.found_here() if self.has_gradients() else self.found_here().fill_(-1.0))
+
+    def agreed(self, flag: Tensor) -> Tensor:
+        """The largest ``flag`` of all ranks, in place."""
         if self._reduce is not None:
             self._reduce(flag)
         return flag
+
+    def _device(self, flags: Sequence[Tensor]) -> torch.device:
+        """Where the flag of all ranks lies: a group may not know CPU tensors."""
+        return flags[0].device if flags else next(self.parameters()).device
 
     def norm(self) -> float | Tensor:
         """L2 norm over all unscaled gradients."""
@@ -282,6 +288,7 @@ class Window:
             lowest,
             self._too_large,
             self._fault,
+            shared=self._reduce is not None,
         )
 
     def state_dict(self) -> dict[str, Any]:
