@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,18 @@ def test_with_something_left_out_the_resumed_training_is_another(
     objects.pop(left_out, None)
     fp.load(tmp_path / "a.pt", **objects)
     assert (resumed.run(18) == expected) is (left_out == "nothing")
+
+
+@pytest.mark.trouble("T44")
+def test_a_training_that_is_killed_while_it_saves(tmp_path: Path, figure: Callable[[str], None]) -> None:
+    """50 times, and goes on each time; the script compares it with the unbroken one and says what it saw."""
+    script = Path(__file__).with_name("killed_trainings.py")
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.startswith("one training killed 50 times")
+    figure(ran.stdout.strip())
 
 
 # --- The loader by itself -------------------------------------------------------------------------------
