@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from two_ranks import Case, Training, decision, equal, flat, run_cases, spoils
+from two_ranks import SLOW, Case, Training, X, Y, decision, equal, flat, run_cases, spoils
 
 import floatplan as fp
 
@@ -211,6 +211,53 @@ def test_in_distributed_data_parallel(noted: Any, name: str, precision: str) -> 
         assert row["grad_norm"] > 0.1
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=loose["rtol"])
         torch.testing.assert_close(row["weights"], expected["weights"], **loose)
+
+
+def sharded_or_whole(precision: str, rank: int | None) -> list[Any]:
+    """A training that FSDP shards, with half of each batch on each rank; or whole, on one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.ReLU(), nn.Linear(3, 2))
+    if rank is not None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    group = None if rank is None else dist.group.WORLD
+    amp = fp.Amp(net, optimizer, precision, accumulate=2, clip_norm=0.05, group=group, settings=SLOW)
+    rows = []
+    for number, x, y in zip(range(12), X, Y, strict=False):
+        x = x.clone()
+        if number in (4, 9):
+            x[number, 1] = torch.inf  # of rank 0, and of rank 1
+        half = slice(None) if rank is None else slice(8 * rank, 8 * rank + 8)
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(net(x[half]), y[half])
+        result = amp.step(loss)
+        if number % 2:
+            weights = [getattr(p, "full_tensor", p.clone)() for p in net.parameters()]
+            rows.append((bool(result), result.culprit, result.next_scale, result.grad_norm, flat(weights)))
+    return rows
+
+
+@case
+def fsdp(rank: int) -> Any:
+    return {
+        precision: (sharded_or_whole(precision, rank), sharded_or_whole(precision, None))
+        for precision in ("fp32", "fp16")
+    }
+
+
+@pytest.mark.trouble("T53")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_sharded_parameters(noted: Any, precision: str) -> None:
+    (first, whole), (second, _) = (of_rank[precision] for of_rank in noted["fsdp"])
+    assert equal(first, second)
+    assert [row[0] for row in first] == [True, True, False, True, False, True]
+    loose = {"rtol": 0.02, "atol": 2e-3} if precision == "fp16" else {"rtol": 1e-5, "atol": 1e-6}
+    for mine, expected in zip(first, whole, strict=True):
+        assert mine[:3] == expected[:3]
+        assert mine[3] == pytest.approx(expected[3], rel=loose["rtol"], nan_ok=True)
+        torch.testing.assert_close(mine[4], expected[4], **loose)
 
 
 # --- Functions of the loss ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import floatplan as fp
 SEED = torch.Generator().manual_seed(0)
 X, Y = torch.randn(24, 16, 4, generator=SEED), torch.randint(2, (24, 16), generator=SEED)
 POLICY = fp.Policy.unified(slow_kernels=True)
+SLOW = fp.Settings(policy=POLICY)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
@@ -51,7 +52,7 @@ def _worker(rank: int, cases: Mapping[str, Case], folder: str) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     for name, run in cases.items():
         torch.save(run(rank), f"{folder}/{name} {rank}.pt")
     dist.destroy_process_group()
