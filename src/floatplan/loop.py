@@ -5,17 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from floatplan.engine import Plan, autocast
 from floatplan.errors import FloatplanWarning, ScalingError, StepError
-from floatplan.records import KnownStep, StepFacts, StepResult
+from floatplan.records import StepResult
 from floatplan.scaling import GradScaler
+from floatplan.scaling.evidence import Evidence
 from floatplan.step.checks import check_parameters, checked_count, checked_norm, checked_precision
 from floatplan.step.closure import step_with_closure
+from floatplan.step.outcome import Outcome
 from floatplan.step.rollback import Statistics
 from floatplan.step.settings import Settings
 from floatplan.step.window import Names, Reduce, Window, gradients_kept
@@ -29,10 +31,15 @@ GRAD_SCALE = 2.0**10
 """Largest scale of `Amp.grad`: the gradient of a sum is 1, and its multiples must fit into fp16."""
 
 NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
+DROPPED = "every micro-batch was dropped"
 
 
-def _number(scale: float | Tensor) -> float:
-    return scale.item() if isinstance(scale, Tensor) else scale
+class _Waiting(NamedTuple):
+    """A step that the host does not know the outcome of yet."""
+
+    result: StepResult
+    outcome: Outcome
+    scheduler: Any
 
 
 def _needs_scale(precision: torch.dtype | Plan) -> bool:
@@ -106,7 +113,8 @@ class Amp:
         self._reduce = None if group is None else _reduce_over(group)
         self._windows: dict[tuple[int, ...], Window] = {}
         self._statistics = Statistics(self.models, self.settings.buffers)
-        self._waiting: list[tuple[StepResult, Any]] = []
+        self._waiting: list[_Waiting] = []
+        self._refused: list[StepResult] = []
         if isinstance(precision, Plan):
             for model in self.models:
                 precision.apply(model, self._device_type)
@@ -122,7 +130,6 @@ class Amp:
     def autocast(self) -> Iterator[None]:
         """The region of the forward. Running statistics are those to go back to if the step is skipped."""
         if all(window.is_fresh for window in self._windows.values()):
-            self._settle()
             self._statistics.take()
         with self._region:
             yield
@@ -193,16 +200,17 @@ class Amp:
         """
         window = self._window(optimizer)
         clip_norm = self.clip_norm if clip_norm is None else checked_norm(clip_norm)
-        self._settle()
+        self._settle_and_judge()
         if callable(loss) and not isinstance(loss, Tensor):
-            return self._closed(window, step_with_closure(window, loss, self.autocast, clip_norm), scheduler)
+            evidence = step_with_closure(window, loss, self.autocast, clip_norm)
+            return self._closed(window, evidence, scheduler)
         if loss is not None:
             self.backward(loss, optimizer=optimizer)
         self._check_has_backward(window)
         if not window.is_unscaled:
             window.close_micro_batch()
             if window.counted + window.dropped < self.accumulate:
-                return StepResult(KnownStep(StepFacts(False, False, ACCUMULATING, _number(window.scale()))))
+                return StepResult(window.nothing_done(ACCUMULATING))
         return self._finish(window, clip_norm, scheduler)
 
     def flush(
@@ -214,7 +222,7 @@ class Amp:
     ) -> StepResult | None:
         """Step with the micro-batches seen so far, as at the end of an epoch; None where there are none."""
         window = self._window(optimizer)
-        self._settle()
+        self._settle_and_judge()
         if window.is_fresh:
             return None
         return self._finish(window, self.clip_norm if clip_norm is None else clip_norm, scheduler)
@@ -243,44 +251,63 @@ class Amp:
         window.unscale()
         found_inf = window.found_inf()
         if not window.has_gradients() and found_inf.item() < 0:
-            dropped = window.dropped
-            window.clear()
-            reason = "every micro-batch was dropped" if dropped else NO_GRADIENTS
-            if not dropped:
+            nothing = window.nothing_done(DROPPED if window.dropped else NO_GRADIENTS, bool(window.dropped))
+            if not window.dropped:
                 warnings.warn(f"Amp.step: {NO_GRADIENTS}", FloatplanWarning, stacklevel=3)
-            return StepResult(KnownStep(StepFacts(False, bool(dropped), reason, _number(scale))))
+            window.clear()
+            return StepResult(nothing)
         if clip_norm is not None:
             window.clip(clip_norm)
         refused, values = window.step(found_inf)
         evidence = window.evidence(refused, scale, values[0] if len(values) == 1 else (tuple(values) or None))
         window.update_scale(found_inf)
         evidence.scale_after = window.scale()
-        return self._closed(window, StepResult(evidence), scheduler)
+        return self._closed(window, evidence, scheduler)
 
-    def _closed(self, window: Window, result: StepResult, scheduler: Any) -> StepResult:
+    # --- What follows a step --------------------------------------------------------------------------
+
+    def _closed(self, window: Window, evidence: Evidence, scheduler: Any) -> StepResult:
         window.clear()
-        self._waiting.append((result, scheduler))
-        self._settle()
+        refused = evidence.found_inf
+        if self._statistics.taken:
+            if refused is not False:
+                self._statistics.restore(None if refused is True else refused)
+            self._statistics.drop()
+        result, outcome = StepResult(evidence), Outcome(refused)
+        self._waiting.append(_Waiting(result, outcome, scheduler))
+        if outcome.is_known or self.settings.ema is not None:
+            self._settle_and_judge()
+        elif scheduler is None and self.settings.max_consecutive_skips is None:
+            self._waiting.pop()
+        else:
+            evidence.when_read = self._settle
         return result
 
     def _settle(self) -> None:
-        """What waits for the outcome of a step: the scheduler, the averaged model, the way back of a skip."""
+        """Move the scheduler and the averaged model after steps whose outcome is not known to the host yet.
+
+        On an accelerator that is when the result is read, or when the next step begins.
+        """
         while self._waiting:
-            result, scheduler = self._waiting.pop(0)
-            if result.stepped:
-                if self.settings.ema is not None:
-                    self.settings.ema.update_parameters(self.models[0])
-                if scheduler is not None:
-                    scheduler.step()
-            elif self._statistics.taken:
-                self._statistics.restore()
-            self._statistics.drop()
-            if not result.stepped:
-                self._judge(result)
+            waiting = self._waiting.pop(0)
+            if waiting.outcome.refused():
+                self._refused.append(waiting.result)
+                continue
+            if self.settings.ema is not None:
+                self.settings.ema.update_parameters(self.models[0])
+            if waiting.scheduler is not None:
+                waiting.scheduler.step()
+
+    def _settle_and_judge(self) -> None:
+        self._settle()
+        while self._refused:
+            self._judge(self._refused.pop(0))
 
     def _judge(self, result: StepResult) -> None:
         limit, on_skips = self.settings.max_consecutive_skips, self.settings.on_skips
-        if result.skips_in_a_row < limit or (on_skips != "raise" and result.skips_in_a_row % limit):
+        if limit is None or result.skips_in_a_row < limit:
+            return
+        if on_skips != "raise" and result.skips_in_a_row % limit:
             return
         if callable(on_skips):
             on_skips(result)

@@ -100,6 +100,12 @@ class ScalerState(torch.amp.GradScaler):
         self._limits = self._limits.allowing(wanted, "new_scale")
         return wanted
 
+    def _calibrated(self) -> bool | torch.Tensor:
+        """Whether a step has succeeded; where the host does not know, a 0-dim tensor that is not 0 then."""
+        if self._memory.best_scale > 0 or self._memory.tensor is None:
+            return self._memory.best_scale > 0
+        return self._memory.tensor.select(0, 1).clone()
+
     def _advance(
         self, scale: torch.Tensor, growth_tracker: torch.Tensor, flags: list[torch.Tensor], fault: bool
     ) -> bool:

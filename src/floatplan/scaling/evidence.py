@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ def _numbers(values: list[float | torch.Tensor], device: torch.device) -> list[l
     """The numbers of each value, in one copy from the device; in none where all are numbers already."""
     wide = widest(device)
     tensors = [value.to(wide).to(device).reshape(-1) for value in values if isinstance(value, torch.Tensor)]
-    row = iter(torch.cat(tensors).tolist() if tensors else ())
+    row = iter(torch.cat(tensors).cpu().tolist() if tensors else ())
     return [
         [next(row) for _ in range(value.numel())] if isinstance(value, torch.Tensor) else [value]
         for value in values
@@ -59,6 +60,7 @@ class Evidence:
         fault: the setting for which the step was refused; None if there is none.
         scale_after: the scale after ``update()``; None before it.
         shared: other ranks had a say in ``found_inf``.
+        when_read: called once, when the facts are known to the host.
     """
 
     found_inf: bool | torch.Tensor
@@ -73,12 +75,16 @@ class Evidence:
     fault: str | None = None
     scale_after: float | torch.Tensor | None = None
     shared: bool = False
+    when_read: Callable[[], None] | None = field(default=None, repr=False)
     _facts: StepFacts | None = field(default=None, repr=False)
 
     def facts(self) -> StepFacts:
         """The facts of the step; waits for the device on the first call alone."""
         if self._facts is None:
             self._facts = self._read()
+            call, self.when_read = self.when_read, None
+            if call is not None:
+                call()
         return self._facts
 
     def next_scale(self) -> float | None:
@@ -108,7 +114,7 @@ class Evidence:
         reason = self.fault or STEPPED
         if useless:
             reason = USELESS_SCALE
-        elif found:
+        elif found and self.fault is None:
             reason = _refusal(scale, calibrated > 0, self.min_scale, self.shared and not bad)
             if bad:
                 last = max(bad)

@@ -298,9 +298,6 @@ class GradScaler(FurtherCalls):
         found = state.get("fault")
         streak = self._streaks.count(optimizer, refused if found is None else True)
         measured, names = state.get("measured", ()), state.get("names", ())
-        calibrated: bool | torch.Tensor = self._memory.best_scale > 0
-        if not calibrated and self._memory.tensor is not None:
-            calibrated = self._memory.tensor.select(0, 1).clone()
         evidence = Evidence(
             refused,
             scale,
@@ -308,7 +305,7 @@ class GradScaler(FurtherCalls):
             measured,
             names,
             value,
-            calibrated,
+            self._calibrated(),
             self._limits.min_scale,
             state.get("bound", NO_BOUND).reason,
             found,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from floatplan.errors import StepError
-from floatplan.records import StepResult
+from floatplan.scaling.evidence import Evidence
 from floatplan.step.window import Window
 
 
@@ -36,7 +36,7 @@ def step_with_closure(
     loss_of: Callable[[], Tensor],
     region: Callable[[], AbstractContextManager[Any]],
     clip_norm: float | None,
-) -> StepResult:
+) -> Evidence:
     """Let the optimizer evaluate ``loss_of`` as often as it likes; all of the step or, if a gradient is not
     finite in any evaluation, nothing.
 
@@ -95,4 +95,4 @@ def step_with_closure(
     evidence = window.evidence(refused, scale, value)
     evidence.scale_after = window.scale()
     evidence.shared = evidence.shared and is_finite
-    return StepResult(evidence)
+    return evidence

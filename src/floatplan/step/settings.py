@@ -26,7 +26,7 @@ class Settings:
         hysteresis: overflows until the scale backs off.
         regrowth_interval: good steps in a row before the scale grows while it is below one that has worked;
             None: ``growth_interval``.
-        max_consecutive_skips: so many skipped steps in a row are too many.
+        max_consecutive_skips: so many skipped steps in a row are too many; None: never.
         on_skips: what happens then: "raise" a `ScalingError`, "warn", or call this with the `StepResult`.
         on_bad_micro_batch: "skip" the whole window, or "drop" the micro-batch alone: it is checked before it
             is added, which costs one more pass over the gradients.
@@ -46,7 +46,7 @@ class Settings:
     max_scale: float | None = None
     hysteresis: int = 1
     regrowth_interval: int | None = None
-    max_consecutive_skips: int = 50
+    max_consecutive_skips: int | None = 50
     on_skips: OnSkips = "raise"
     on_bad_micro_batch: Literal["skip", "drop"] = "skip"
     buffers: tuple[str, ...] = ()

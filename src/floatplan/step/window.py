@@ -270,13 +270,18 @@ class Window:
             state["found_inf_per_device"] = {found_inf.device: found_inf}
             self.scaler.update()
 
+    def nothing_done(self, why: str, found_inf: bool = False) -> Evidence:
+        """What there is to say where no optimizer was called."""
+        return Evidence(found_inf, self.scale(), self._skips, (), (), None, fault=why)
+
     def evidence(self, refused: bool | Tensor, scale: float | Tensor, value: Any) -> Evidence:
         """What the step did."""
         self._skips = (self._skips + 1) * refused
         names = ((self._names.names, len(self._names.names)),)
-        calibrated, lowest = True, 0.0
+        calibrated: bool | Tensor = True
+        lowest = 0.0
         if self.scaler is not None:
-            calibrated, lowest = self.scaler._memory.best_scale > 0, self.scaler._limits.min_scale
+            calibrated, lowest = self.scaler._calibrated(), self.scaler._limits.min_scale
         return Evidence(
             refused,
             scale,
@@ -357,7 +362,7 @@ def _looks_at_flag(optimizer: torch.optim.Optimizer) -> bool:
     return (
         bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         and not self_scaling.takes_scaler(optimizer)
-        and not self_scaling.makes_momentum(optimizer)
+        and not self_scaling.must_be_asked(optimizer)
     )
 
 
