@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from floatplan.engine import Plan, autocast
-from floatplan.errors import FloatplanWarning, ScalingError, StepError
+from floatplan.errors import FloatplanWarning, ScalingError, StepError, users_line
 from floatplan.records import StepResult
 from floatplan.scaling import GradScaler
 from floatplan.scaling.evidence import Evidence
@@ -253,7 +253,7 @@ class Amp:
         if not window.has_gradients() and found_inf.item() < 0:
             nothing = window.nothing_done(DROPPED if window.dropped else NO_GRADIENTS, bool(window.dropped))
             if not window.dropped:
-                warnings.warn(f"Amp.step: {NO_GRADIENTS}", FloatplanWarning, stacklevel=3)
+                warnings.warn(f"Amp.step: {NO_GRADIENTS}", FloatplanWarning, stacklevel=users_line())
             window.clear()
             return StepResult(nothing)
         if clip_norm is not None:
@@ -320,7 +320,7 @@ class Amp:
         )
         if on_skips == "raise":
             raise ScalingError(message)
-        warnings.warn(message, FloatplanWarning, stacklevel=5)
+        warnings.warn(message, FloatplanWarning, stacklevel=users_line())
 
     # --- Windows --------------------------------------------------------------------------------------
 

@@ -198,13 +198,16 @@ def test_in_distributed_data_parallel(noted: Any, name: str, precision: str) -> 
     """Accumulation without ``no_sync``, other data on each rank, clipping by the norm of the mean."""
     (first, plain), (second, _) = (of_rank[name, precision] for of_rank in noted["in_ddp"])
     for row, other in zip(first["rows"], second["rows"], strict=True):
-        assert equal({**row, "statistics": None}, {**other, "statistics": None})
+        own = {"statistics": None, "reason": None}
+        assert equal({**row, **own}, {**other, **own})
     for part in ("optimizer", "amp", "scheduler"):
         assert equal({**first[part], "statistics": None}, {**second[part], "statistics": None})
     ends = first["rows"][1::2]
     assert all(row["statistics"].isfinite().all() for row in [*ends, *second["rows"][1::2]])
     assert [number for number, row in enumerate(ends) if not row["stepped"]] == [2, 6]
     assert ends[2]["culprit"] is not None
+    assert second["rows"][5]["reason"].startswith("forward")
+    assert ends[2]["reason"] == "overflow: gradients are not finite"  # which the mean brought there
     taken = [row for row in ends if row["stepped"]]
     loose = {"rtol": 0.02, "atol": 5e-3} if precision == "fp16" else {"rtol": 1e-5, "atol": 1e-6}
     for row, expected in zip(taken, plain, strict=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from floatplan.scaling.measure import Measured, Part, total_norm
 
 STEPPED = "stepped"
 DISABLED = "scaling disabled"
+FORWARD = "forward: the loss is not finite, whatever the scale"
 OVERFLOW = "overflow: gradients are not finite"
 USELESS_SCALE = "the scale is of no use: 1/scale is 0 or not finite"
 
@@ -58,6 +60,7 @@ class Evidence:
         min_scale: the lowest scale there is.
         too_large: why a finite gradient is refused that is above the optimizer's bound.
         fault: the setting for which the step was refused; None if there is none.
+        losses: of the step, not scaled, one element each.
         scale_after: the scale after ``update()``; None before it.
         shared: other ranks had a say in ``found_inf``.
         when_read: called once, when the facts are known to the host.
@@ -73,6 +76,7 @@ class Evidence:
     min_scale: float = 0.0
     too_large: str = OVERFLOW
     fault: str | None = None
+    losses: Sequence[torch.Tensor] = ()
     scale_after: float | torch.Tensor | None = None
     shared: bool = False
     when_read: Callable[[], None] | None = field(default=None, repr=False)
@@ -97,14 +101,17 @@ class Evidence:
         device = self.scale.device if isinstance(self.scale, torch.Tensor) else _CPU
         total = [total_norm(self.measured, device)] if self.measured else []
         known = [self.scale, self.found_inf, self.streak, self.calibrated, *total]
-        numbers = _numbers([*known, *(rows for part in parts for rows in (part.fits, part.finite))], device)
-        scale, found_inf, streak, calibrated, *norm = (n for (n,) in numbers[: len(known)])
-        rows = numbers[len(known) :]
+        rows = [row for part in parts for row in (part.fits, part.finite)]
+        losses = () if self.found_inf is False else self.losses
+        numbers = iter(_numbers([*known, *rows, *losses], device))
+        scale, found_inf, streak, calibrated, *norm = (n for (n,) in islice(numbers, len(known)))
+        fine = list(islice(numbers, len(rows)))
+        forward_failed = not all(math.isfinite(loss) for (loss,) in numbers)
         found = bool(found_inf)
         useless = found and is_useless(scale)
         bad = {
             position: (shape, bool(is_finite))
-            for part, fits, finite in zip(parts, rows[::2], rows[1::2], strict=True)
+            for part, fits, finite in zip(parts, fine[::2], fine[1::2], strict=True)
             for position, shape, is_fine, is_finite in zip(
                 part.positions, part.shapes, fits, finite, strict=True
             )
@@ -115,11 +122,13 @@ class Evidence:
         if useless:
             reason = USELESS_SCALE
         elif found and self.fault is None:
-            reason = _refusal(scale, calibrated > 0, self.min_scale, self.shared and not bad)
+            elsewhere = self.shared and not bad
+            refusal = _refusal(scale, calibrated > 0, self.min_scale, elsewhere)
+            reason = FORWARD if forward_failed else refusal
             if bad:
                 last = max(bad)
                 culprit = name_at(self.names, last, bad[last][0])
-                if all(is_finite for _, is_finite in bad.values()):
+                if not forward_failed and all(is_finite for _, is_finite in bad.values()):
                     reason = f"overflow: {self.too_large}"
         return StepFacts(
             stepped=not found and self.fault is None,

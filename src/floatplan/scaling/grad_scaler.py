@@ -19,6 +19,9 @@ from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
 from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
 
+MOST_LOSSES = 4096
+"""So many are looked at in an iteration: one that nobody ends keeps no more."""
+
 
 class GradScaler(FurtherCalls):
     """Scales a loss up so that small float16 gradients survive, and gradients back before the step.
@@ -88,6 +91,8 @@ class GradScaler(FurtherCalls):
     def _scale_one(self, output: torch.Tensor) -> torch.Tensor:
         """``output`` times the scale."""
         result: torch.Tensor = output * gradients.to_device(self._made_on(output.device), output.device)
+        if output.dim() == 0 and len(self._losses) < MOST_LOSSES:
+            self._losses.append(output.detach())
         if self._watched:
             self._backwards.follow(result)
         if self._outputs is not None:
@@ -309,6 +314,7 @@ class GradScaler(FurtherCalls):
             self._limits.min_scale,
             state.get("bound", NO_BOUND).reason,
             found,
+            tuple(self._losses),
         )
         state["evidence"] = evidence
         return StepResult(evidence)
@@ -356,6 +362,7 @@ class GradScaler(FurtherCalls):
             one.scale_after = gradients.snapshot(scale)
         self._per_optimizer_states = defaultdict(fresh_state)
         self._unscaled = {}
+        self._losses = []
         if self._watched:
             misuse.end_iteration(self)
         if moved:

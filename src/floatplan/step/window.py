@@ -87,6 +87,7 @@ class Window:
         self.counted = self.dropped = 0
         self.is_open = self.is_unscaled = False
         self._sums = {}
+        self._losses: list[Tensor] = []
         self._flags: list[Flags] = []
         self._fault: str | None = None
         self._too_large = UPDATE
@@ -126,7 +127,10 @@ class Window:
             self._sums = {p: p.grad for p in self.parameters() if p.grad is not None}
             for parameter in self._sums:
                 parameter.grad = None
+        if not self.is_open:
+            self._losses_before = len(self._losses)
         self.is_open = True
+        self._losses.append(loss.detach())
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         try:
             scaled.backward(**options)  # type: ignore[no-untyped-call]
@@ -142,6 +146,7 @@ class Window:
             self.counted += 1
         else:
             self.dropped += 1
+            del self._losses[self._losses_before :]
         if self._drops:
             self._put_back(is_good)
         return is_good
@@ -293,6 +298,7 @@ class Window:
             lowest,
             self._too_large,
             self._fault,
+            tuple(self._losses),
             shared=self._reduce is not None,
         )
 
