@@ -113,6 +113,7 @@ class Amp:
         self._reduce = None if group is None else _reduce_over(group)
         self._windows: dict[tuple[int, ...], Window] = {}
         self._statistics = Statistics(self.models, self.settings.buffers)
+        self._before_micro_batch = Statistics(self.models, self.settings.buffers)
         self._waiting: list[_Waiting] = []
         self._refused: list[StepResult] = []
         if isinstance(precision, Plan):
@@ -131,6 +132,9 @@ class Amp:
         """The region of the forward. Running statistics are those to go back to if the step is skipped."""
         if all(window.is_fresh for window in self._windows.values()):
             self._statistics.take()
+        drops = self.settings.on_bad_micro_batch == "drop"
+        if drops and not any(window.is_open for window in self._windows.values()):
+            self._before_micro_batch.take()
         with self._region:
             yield
 
@@ -269,10 +273,9 @@ class Amp:
     def _closed(self, window: Window, evidence: Evidence, scheduler: Any) -> StepResult:
         window.clear()
         refused = evidence.found_inf
-        if self._statistics.taken:
-            if refused is not False:
-                self._statistics.restore(None if refused is True else refused)
-            self._statistics.drop()
+        if refused is not False:
+            self._statistics.put_back(None if refused is True else refused)
+        self._statistics.drop()
         result, outcome = StepResult(evidence), Outcome(refused)
         self._waiting.append(_Waiting(result, outcome, scheduler))
         if outcome.is_known or self.settings.ema is not None:
@@ -331,8 +334,7 @@ class Amp:
         key = tuple(map(id, chosen))
         window = self._windows.get(key)
         if window is None:
-            drops = self.settings.on_bad_micro_batch == "drop"
-            window = Window(chosen, self._names, self._make_scaler(), drops, self._reduce)
+            window = self._make_window(chosen)
             self._windows[key] = window
         for other_key, other in self._windows.items():
             if other_key != key and not other.is_fresh and set(other_key) & set(key):
@@ -341,6 +343,11 @@ class Amp:
                     "step; call step() or flush() with the same optimizer argument as their backward first"
                 )
         return window
+
+    def _make_window(self, chosen: Sequence[torch.optim.Optimizer]) -> Window:
+        drops = self.settings.on_bad_micro_batch == "drop"
+        put_back = self._before_micro_batch.put_back if drops else None
+        return Window(chosen, self._names, self._make_scaler(), put_back, self._reduce)
 
     def _make_scaler(self) -> GradScaler | None:
         if self._scaler is not None:
@@ -405,13 +412,7 @@ class Amp:
                 )
             chosen = [self.optimizers[place] for place in places]
             key = tuple(map(id, chosen))
-            window = self._windows.get(key) or Window(
-                chosen,
-                self._names,
-                self._make_scaler(),
-                self.settings.on_bad_micro_batch == "drop",
-                self._reduce,
-            )
+            window = self._windows.get(key) or self._make_window(chosen)
             window.check_state(of_window)
             loaded.append((window, of_window))
             self._windows[key] = window

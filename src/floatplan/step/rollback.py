@@ -177,6 +177,11 @@ class Statistics:
                 if flag is None or bool(flag):
                     module.reset_running_stats()  # type: ignore[operator]
 
+    def put_back(self, where: torch.Tensor | None = None) -> None:
+        """`restore`, where anything was taken."""
+        if self.taken:
+            self.restore(where)
+
     def state_dict(self) -> list[torch.Tensor]:
         """What is kept, one tensor per group of buffers; empty where nothing was taken."""
         return [group.kept.clone() for group in self._groups if group.kept is not None] if self.taken else []

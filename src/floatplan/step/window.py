@@ -57,7 +57,8 @@ class Window:
         optimizers: step together.
         names: of all parameters.
         scaler: holds the scale; None where the loss is not scaled.
-        drops: a micro-batch whose gradients are not finite is left out of the sum.
+        when_dropped: called when a micro-batch whose gradients are not finite was left out of the sum; None:
+            they are not looked at.
         reduce: see `Reduce`; None on a single rank.
 
     Attributes:
@@ -72,12 +73,12 @@ class Window:
         optimizers: Sequence[torch.optim.Optimizer],
         names: Names,
         scaler: GradScaler | None,
-        drops: bool = False,
+        when_dropped: Callable[[], None] | None = None,
         reduce: Reduce | None = None,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
-        self._names, self._drops, self._reduce = names, drops, reduce
+        self._names, self._when_dropped, self._reduce = names, when_dropped, reduce
         self._sums: dict[Tensor, Tensor] = {}
         self._skips: int | Tensor = 0
         self.clear()
@@ -123,7 +124,7 @@ class Window:
             )
         if self.is_fresh:
             self.clear()
-        if self._drops and not self.is_open:
+        if self._when_dropped is not None and not self.is_open:
             self._sums = {p: p.grad for p in self.parameters() if p.grad is not None}
             for parameter in self._sums:
                 parameter.grad = None
@@ -141,14 +142,15 @@ class Window:
     def close_micro_batch(self) -> bool:
         """End the micro-batch. Returns whether it counts."""
         self.is_open = False
-        is_good = not (self._drops and self._is_bad())
-        if is_good:
+        if self._when_dropped is None:
             self.counted += 1
-        else:
-            self.dropped += 1
-            del self._losses[self._losses_before :]
-        if self._drops:
-            self._put_back(is_good)
+            return True
+        is_good = not self._is_bad()
+        self.counted += is_good
+        self.dropped += not is_good
+        self._put_back(is_good)
+        if not is_good:
+            self._when_dropped()
         return is_good
 
     def _is_bad(self) -> bool:
