@@ -148,7 +148,6 @@ def drops(rank: int) -> Any:
         both = []
         for shared in (True, False):
             training = Training(name, precision, shared, accumulate=4, on_bad_micro_batch="drop")
-            training.net.eval()  # running statistics see a micro-batch before it is dropped
             for number, spoil in enumerate(spoils(5, 22)):
                 training.step(number, spoil[1] if spoil and (spoil[0] == rank or not shared) else None)
             training.note(training.amp.flush())
