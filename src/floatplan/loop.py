@@ -325,27 +325,23 @@ class Amp:
             window.look_again()
         else:
             window.unscale(marks=False)
-        nothing = not window.has_gradients() and not window.dropped
-        if nothing:
+        refused, overflowed, present = window.verdict()
+        if not (window.has_gradients or window.dropped) and not present.item():
             notes.warn(f"Amp.step: {NO_GRADIENTS}")
-            if self._group is None:
-                done = window.nothing_done(NO_GRADIENTS)
-                self._clear(window)
-                return StepResult(done)
-        refused, overflowed = window.verdict()
+            done = window.nothing_done(NO_GRADIENTS)
+            self._clear(window)
+            return StepResult(done)
         if clip_norm is not None:
             window.clip(clip_norm)
         self._stepping = True
         try:
-            was_refused, values = step_all(() if nothing else window.optimizers, refused)
+            was_refused, values = step_all(window.optimizers, refused)
         except BaseException:
             self._clear(window)
             raise
         finally:
             self._stepping = False
         evidence = window.evidence(was_refused, values[0] if len(values) == 1 else (tuple(values) or None))
-        if nothing and evidence.found_inf is False:
-            evidence.fault = NO_GRADIENTS
         window.update_scale(refused, overflowed)
         return self._closed(window, evidence, schedulers)
 
@@ -372,8 +368,6 @@ class Amp:
         evidence.scale_after = window.next_scale()
         self._forwards.settle(evidence.found_inf)
         self._clear(window)
-        if evidence.fault is not None and evidence.found_inf is False:
-            return StepResult(evidence)
         return self._afterwards.add(evidence, schedulers, self._averages(window))
 
     def _averages(self, window: Window) -> bool:

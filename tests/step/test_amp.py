@@ -121,8 +121,9 @@ def test_clipping_is_of_unscaled_gradients() -> None:
 
 @pytest.mark.trouble("T25")
 @pytest.mark.trouble("T26")
+@pytest.mark.trouble("T47")
 def test_one_bad_micro_batch_is_dropped_alone() -> None:
-    mine, theirs = make().eval(), make().eval()  # no statistics: they see the bad one
+    mine, theirs = make(), make()
     settings = fp.Settings(on_bad_micro_batch="drop", policy=SLOW.policy)
     amp = fp.Amp(mine, torch.optim.SGD(mine.parameters(), lr=0.1), "fp32", accumulate=4, settings=settings)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
@@ -135,8 +136,8 @@ def test_one_bad_micro_batch_is_dropped_alone() -> None:
         result = step(amp, mine, x, Y[number])
     plain.step()
     assert result
-    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
+    assert equal(list(mine.buffers()), list(theirs.buffers()))
 
 
 def test_flush_is_the_mean_of_what_was_seen() -> None:

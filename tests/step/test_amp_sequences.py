@@ -117,6 +117,7 @@ class Machine:
     """An Amp, its reference, and the optimizer alone."""
 
     def __init__(self, name: str, precision: str, accumulate: int, interval: int) -> None:
+        self.clip: float | None = None
         self.name, self.precision, self.interval = name, precision, interval
         policy = fp.Policy.unified(slow_kernels=True)
         self.settings = fp.Settings(growth_interval=interval, on_skips=lambda result: None, policy=policy)
@@ -140,12 +141,13 @@ class Machine:
             result = amp.flush()
             assert (result is None) is is_empty
             if result is not None:
-                self.agrees(result, used, None)
+                self.agrees(result, used, self.clip)
         else:
             assert gradient is not None
             value = torch.tensor([GRADIENTS[gradient[0]] * gradient[1], 0.5])
             reference.add(value, not bool(self.model(value).isfinite()))
             used, clip = reference.scale, 0.1 if action == "clipped" else None
+            self.clip = clip
             is_last = reference.count == reference.accumulate
             if action == "in parts":
                 amp.backward(self.model(value))
@@ -165,6 +167,7 @@ class Machine:
         assert said == (taken, not taken, used, after, self.reference.skips)
 
     def reload(self) -> None:
+        self.clip = None  # what is said to a step is no state
         states = copy.deepcopy([part.state_dict() for part in (self.model, self.optimizer, self.amp)])
         accumulate = self.reference.accumulate
         self.model = Two()

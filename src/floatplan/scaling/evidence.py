@@ -18,20 +18,20 @@ STEPPED = "stepped"
 DISABLED = "scaling disabled"
 FORWARD = "forward: the loss is not finite, whatever the scale"
 OVERFLOW = "overflow: gradients are not finite"
-AT_THE_FLOOR = "overflow: gradients are not finite, at the lowest scale"
 USELESS_SCALE = "the scale is of no use: 1/scale is 0 or not finite"
 
 
 _CPU = torch.device("cpu")
 
 
-def _refusal(scale: float, calibrated: bool, min_scale: float) -> str:
-    """Why gradients that are not finite are refused."""
+def _refusal(scale: float, calibrated: bool, min_scale: float, elsewhere: bool) -> str:
+    """Why gradients that are not finite, here or elsewhere, are refused."""
+    where = " on another rank" if elsewhere else ""
     if scale <= min_scale:
-        return AT_THE_FLOOR
+        return f"{OVERFLOW}{where}, at the lowest scale"
     if calibrated:
-        return OVERFLOW
-    return f"calibrating: the scale {scale:g} overflows; no step has succeeded yet"
+        return f"{OVERFLOW}{where}"
+    return f"calibrating: the scale {scale:g} overflows{where}; no step has succeeded yet"
 
 
 def _numbers(values: list[float | torch.Tensor], device: torch.device) -> list[list[float]]:
@@ -63,6 +63,7 @@ class Evidence:
         losses: of the step, not scaled, one element each.
         scale_after: the scale after ``update()``; None before it.
         prefix: of the reason.
+        shared: other ranks had a say in ``found_inf``.
         when_read: called once, when the facts are known to the host.
     """
 
@@ -79,6 +80,7 @@ class Evidence:
     losses: Sequence[torch.Tensor] = ()
     scale_after: float | torch.Tensor | None = None
     prefix: str = ""
+    shared: bool = False
     when_read: Callable[[], None] | None = field(default=None, repr=False)
     _facts: StepFacts | None = field(default=None, repr=False)
 
@@ -122,7 +124,9 @@ class Evidence:
         if useless:
             reason = USELESS_SCALE
         elif found and self.fault is None:
-            reason = FORWARD if forward_failed else _refusal(scale, calibrated > 0, self.min_scale)
+            elsewhere = self.shared and not bad
+            refusal = _refusal(scale, calibrated > 0, self.min_scale, elsewhere)
+            reason = FORWARD if forward_failed else refusal
             if bad:
                 last = max(bad)
                 culprit = name_at(self.names, last, bad[last][0])

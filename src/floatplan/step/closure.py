@@ -19,6 +19,18 @@ class _NotFinite(Exception):
     """Ends an optimizer's line search: a gradient is not finite."""
 
 
+def _ends_refused(window: Window, refused: bool) -> bool:
+    """Whether the step of any rank is refused.
+
+    A rank that is through takes part in the evaluations of the others, with a flag that stands below theirs
+    so that all of them see when the last one is through.
+    """
+    while True:
+        flag = window.vote(1.0 if refused else -1.0)
+        if flag:
+            return flag > 0
+
+
 def step_with_closure(
     window: Window,
     loss_of: Callable[[], Tensor],
@@ -62,17 +74,18 @@ def step_with_closure(
                 )
             backward(loss)
         window.unscale(marks=False)
-        found, overflowed = window.verdict()
+        found, overflowed, _ = window.verdict()
         if found.item():
             raise _NotFinite
         if clip_norm is not None:
             window.clip(clip_norm)
         return loss.detach()
 
-    refused, value = False, None
+    refused, is_finite, value = False, True, None
     try:
         value = optimizer.step(evaluate)  # type: ignore[arg-type]
-        refused = window.any_rank(not all(bool(p.isfinite().all()) for p in window.parameters()))
+        is_finite = all(bool(parameter.isfinite().all()) for parameter in window.parameters())
+        refused = _ends_refused(window, not is_finite)
     except _NotFinite:
         refused = True
     except BaseException:
@@ -81,5 +94,6 @@ def step_with_closure(
     if refused:
         before.restore()
     evidence = window.evidence(refused, value)
+    evidence.shared = evidence.shared and is_finite
     window.update_scale(torch.maximum(found, torch.tensor(float(refused))), overflowed)
     return evidence

@@ -203,14 +203,17 @@ class MicroBatches:
             found = placed(measure(gradients.collect(optimizer, allow_fp16=True)), self._places_of(number))
             flag_(flags, found)
             measured += found
-        flag = gradients.any_flag(flags.values(), next(iter(flags), torch.device("cpu")))
-        if self._reduce is not None:
-            self._reduce(flag)
-        if not flag.item():
-            return None
+        flag = gradients.any_flag(flags.values(), next(iter(flags), next(self.parameters()).device))
         losses = self._losses[self._closed_losses :]
         # A lower scale would not have helped a forward that failed.
-        self._overflowed |= all(bool(loss.isfinite().all()) for loss in losses)
+        overflowed = flag * all(bool(loss.isfinite().all()) for loss in losses)
+        if self._reduce is not None:
+            both = torch.stack([flag, overflowed])
+            self._reduce(both)
+            flag, overflowed = both.unbind()
+        if not flag.item():
+            return None
+        self._overflowed |= bool(overflowed.item())
         return self._evidence(True, tuple(measured), losses, prefix="micro-batch dropped: ")
 
     def _put_back(self, with_micro_batch: bool) -> None:
@@ -268,6 +271,7 @@ class MicroBatches:
             self._fault,
             tuple(losses),
             prefix=prefix,
+            shared=self._reduce is not None,
         )
 
     def _places_of(self, number: int) -> list[int]:

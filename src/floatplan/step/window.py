@@ -102,39 +102,47 @@ class Window(MicroBatches):
                 "them float32 before the optimizer is made: fp.upcast_trainable(model), or model.float()"
             )
 
+    @property
     def has_gradients(self) -> bool:
         """Whether unscaling met any gradient."""
         return any(self._flags)
 
-    def verdict(self) -> tuple[Tensor, Tensor]:
-        """(refused, overflowed), 0-dim float32, 1.0 or 0.0, the same on all ranks.
+    def verdict(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(refused, overflowed, has gradients), 0-dim float32, 1.0 or 0.0, the same on all ranks.
 
         Refused is a step of which any optimizer, on any rank, would write what is not finite; overflowed is
-        one for which the scale was too high.
+        one for which the scale was too high. A rank without gradients takes part all the same.
         """
         flags = [flag for of_one in self._flags for flag in of_one.values()]
-        device = flags[0].device if flags else torch.device("cpu")
+        device = self._device(flags)
         refused = gradients.any_flag(flags, device)
         overflowed = gradients.any_flag([refused, *self._earlier], device)
+        failed = gradients.number(0.0, device)
         if self.scaler is not None and self._losses and (device.type != "cpu" or overflowed.item()):
             losses = [gradients.to_device(loss.reshape(()).float(), device) for loss in self._losses]
-            overflowed *= torch.stack(losses).isfinite().all()
-        if self._overflowed:
-            overflowed.fill_(1.0)
+            failed = torch.stack(losses).isfinite().all().logical_not().float()
         if self._fault is not None or (self.dropped and not self.counted):
             refused.fill_(1.0)
+        present = gradients.number(bool(flags), device)
         if self._reduce is not None:
-            both = torch.stack([refused, overflowed])
-            self._reduce(both)
-            refused, overflowed = both.unbind()
-        return refused, overflowed
+            together = torch.stack([refused, overflowed, present, failed])
+            self._reduce(together)
+            refused, overflowed, present, failed = together.unbind()
+        overflowed = overflowed * (failed <= 0)  # a lower scale would not have helped a forward that failed
+        if self._overflowed:
+            overflowed.fill_(1.0)
+        return refused, overflowed, present
 
-    def any_rank(self, refused: bool) -> bool:
-        """Whether ``refused`` holds on any rank."""
-        flag = torch.tensor(float(refused))
+    def vote(self, value: float) -> float:
+        """Take part in a `verdict` of other ranks, with ``value``; what it says of a refusal."""
+        flags = torch.full((4,), value, device=self._device(()))
         if self._reduce is not None:
-            self._reduce(flag)
-        return bool(flag.item())
+            self._reduce(flags)
+        return flags[0].item()
+
+    def _device(self, flags: Sequence[Tensor]) -> torch.device:
+        """Where a flag for all ranks lies: a group may not know CPU tensors."""
+        return flags[0].device if flags else next(self.parameters()).device
 
     def clip(self, max_norm: float) -> None:
         """Multiply the gradients by max_norm / norm where that is below 1. Only after `unscale`.
