@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from floatplan.engine import Plan, autocast
+from floatplan.engine import Plan
 from floatplan.errors import StepError
-from floatplan.policy import Policy
 from floatplan.records import StepResult
 from floatplan.scaling import GradScaler, functional
 from floatplan.scaling.evidence import Evidence
@@ -20,12 +19,10 @@ from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import step_with_closure
 from floatplan.step.forwards import Forwards
 from floatplan.step.optimize import needs_function, step_all
+from floatplan.step.precision import Precision as InForce
 from floatplan.step.settings import Settings
 from floatplan.step.window import Window
 from floatplan.step.windows import Windows
-
-DEVICE_TYPES = ("cpu", "cuda")
-"""Where floatplan has regions."""
 
 ACCUMULATING = "accumulating"
 NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
@@ -36,12 +33,6 @@ OUTSIDE = (
 )
 
 Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
-
-
-def _needs_scale(precision: torch.dtype | Plan) -> bool:
-    if isinstance(precision, Plan):
-        return "fp16" in (precision.default, *(rule.precision for rule in precision.rules))
-    return precision is torch.float16
 
 
 class Amp:
@@ -95,25 +86,16 @@ class Amp:
         self.accumulate = checks.checked_count(accumulate)
         self.clip_norm = checks.checked_norm(clip_norm)
         checks.check_parameters(self.models, self.optimizers)
-        self._precision = checks.checked_precision(precision)
-        if isinstance(precision, Plan) and self.settings.policy is not Policy.unified():
-            raise StepError("a Plan has policies of its own; give them to its rules, not to Settings")
-        self._has_scaler = scaler is not None
-        self._scaler = checks.check_scaler(scaler, self.settings)
-        self._device_type = self.settings.device_type or next(
+        device_type = self.settings.device_type or next(
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
-        self._region = self._make_region()
-        self._group = group
-        self._windows = Windows(
-            self.models, self.optimizers, self._make_scaler, self._scaler is not None, self._drops, group
-        )
+        self._precision = InForce(precision, device_type, self.settings, scaler)
+        self._region = self._precision.region()
+        self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
-        self._afterwards = Afterwards(self.settings, self.models[0], self._advice())
+        self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
-        if isinstance(precision, Plan):
-            for model in self.models:
-                precision.apply(model, self._device_type)
+        self._precision.apply(self.models)
         guard.watch(self.optimizers, self._waits_for_a_step)
 
     @property
@@ -121,18 +103,10 @@ class Amp:
         return self.settings.on_bad_micro_batch == "drop"
 
     def __repr__(self) -> str:
-        precision = self._precision if isinstance(self._precision, Plan) else str(self._precision)[6:]
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return f"Amp({precision}, {kinds}, accumulate={self.accumulate})"
+        return f"Amp({self._precision}, {kinds}, accumulate={self.accumulate})"
 
     # --- The region -----------------------------------------------------------------------------------
-
-    def _make_region(self) -> AbstractContextManager[Any]:
-        if isinstance(self._precision, Plan) or self._precision is torch.float32:
-            # No operator is changed, also where another region is in force around this one.
-            is_known = self._device_type in DEVICE_TYPES
-            return autocast(self._device_type, torch.bfloat16, enabled=False) if is_known else nullcontext()
-        return autocast(self._device_type, self._precision, policy=self.settings.policy)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -165,7 +139,7 @@ class Amp:
         checks.check_loss(loss)
         if not self._forwards.were_in_region:
             self._forwards.were_in_region = True
-            if self._precision is not torch.float32 or len(self._forwards):
+            if not self._precision.is_full or len(self._forwards):
                 notes.warn(OUTSIDE)
         self._forwards.had_backward()
         mine = {id(parameter) for parameter in window.parameters()}
@@ -200,7 +174,7 @@ class Amp:
             StepError: more micro-batches are to come before the step, or there was no backward.
         """
         window = self._windows.of(optimizer)
-        self._check_has_backward(window, "unscale()")
+        checks.check_has_backward(window.is_open or window.is_unscaled, "unscale()")
         seen = window.counted + window.dropped
         if seen + window.is_open < self.accumulate:
             raise StepError(
@@ -247,7 +221,7 @@ class Amp:
                 )
         if loss is not None:
             self._backward(window, loss, marks=self.accumulate > 1)
-        self._check_has_backward(window, "step()")
+        checks.check_has_backward(window.is_open or window.is_unscaled, "step()")
         window.said = said
         if not window.is_unscaled:
             left_out = window.close_micro_batch()
@@ -383,37 +357,9 @@ class Amp:
         """Running statistics as they were, after a backward that failed or was not wanted."""
         self._forwards.undo(window.is_fresh)
 
-    # --- Of what it is made ---------------------------------------------------------------------------
-
-    def _advice(self) -> str:
-        """What may help where step after step is skipped."""
-        advice = "Look for inf or NaN in the data, and for a learning rate that is too high"
-        if self._precision is not torch.float32:
-            advice += "; give modules with values above 65504 fp32 in a fp.Plan"
-        return advice + (", or use bf16" if self._scales else "")
-
-    @property
-    def _scales(self) -> bool:
-        return self._scaler is not None or (not self._has_scaler and _needs_scale(self._precision))
-
-    def _make_scaler(self) -> GradScaler | None:
-        if self._scaler is not None or not self._scales:
-            return self._scaler
-        return self.settings.scaler(self._device_type)
-
     def _waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients of ``optimizer`` are in a window, and this is not their step."""
         return not self._stepping and self._windows.wait_for(optimizer)
-
-    @staticmethod
-    def _check_has_backward(window: Window, call: str) -> None:
-        if not (window.is_open or window.is_unscaled):
-            loss = "without a loss, and " if call == "step()" else ""
-            what = "pass the loss, or call" if call == "step()" else "call"
-            raise StepError(
-                f"{call} {loss}no backward() since the last step(): there are no gradients; {what} "
-                "amp.backward(loss) before"
-            )
 
     # --- State ----------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Reference:
             self.steps.append(gradient)
         self.skips = 0 if taken else self.skips + 1
         if self.is_scaled:
-            if self.failed:  # the loss itself was not finite, so the scale is not at fault
+            if self.failed and not taken:  # the scale is not at fault
                 self.clear()
                 return taken, self.scale
             self.good = self.good + 1 if taken else 0

@@ -109,7 +109,7 @@ def checked_norm(clip_norm: object) -> float | None:
     return value
 
 
-def check_scaler(scaler: object, settings: Settings) -> GradScaler | None:
+def checked_scaler(scaler: object, settings: Settings) -> GradScaler | None:
     """The scaler to use; None for one that is disabled, or StepError."""
     if scaler is None:
         return None
@@ -137,6 +137,16 @@ def schedulers_of(scheduler: object) -> tuple[Any, ...]:
                 "and call scheduler.step(metric) yourself, mostly once per epoch"
             )
     return found
+
+
+def check_has_backward(has: bool, call: str) -> None:
+    """StepError unless there are gradients for ``call``."""
+    if not has:
+        is_step = call == "step()"
+        raise StepError(
+            f"{call} {'without a loss, and ' if is_step else ''}no backward() since the last step(): there "
+            f"are no gradients; {'pass the loss, or ' if is_step else ''}call amp.backward(loss) before"
+        )
 
 
 def check_loss(loss: object) -> None:

@@ -12,6 +12,7 @@ from floatplan.errors import StepError
 from floatplan.scaling import GradScaler
 from floatplan.step import checks, saved
 from floatplan.step.names import Names
+from floatplan.step.precision import Precision
 from floatplan.step.window import Window
 
 Key = tuple[int, ...]
@@ -24,8 +25,7 @@ class Windows:
     Args:
         models: hold the parameters.
         optimizers: all of them.
-        make_scaler: the scaler of a new window; None where the loss is not scaled.
-        is_shared: ``make_scaler`` returns the same one each time.
+        precision: makes the scaler of a new window.
         drops: see `Window`.
         group: the process group whose ranks step together, or None.
     """
@@ -34,13 +34,12 @@ class Windows:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        make_scaler: Callable[[], GradScaler | None],
-        is_shared: bool,
+        precision: Precision,
         drops: bool,
         group: Any,
     ) -> None:
         self._models, self._optimizers = models, optimizers
-        self._make_scaler, self._is_shared, self._drops, self._group = make_scaler, is_shared, drops, group
+        self._precision, self._drops, self._group = precision, drops, group
         self._names = Names(models)
         self._sizes = self._count()
         self._windows: dict[Key, Window] = {}
@@ -74,7 +73,7 @@ class Windows:
         self._check_sizes()
         window = self._windows.get(key)
         if window is None:
-            if self._is_shared and self._windows:
+            if self._precision.own_scaler is not None and self._windows:
                 raise StepError(
                     "a scaler of your own serves optimizers that always step together; leave out scaler=, "
                     "and each optimizer that steps alone has one, or make an Amp for each"
@@ -85,7 +84,7 @@ class Windows:
     def _make(self, key: Key) -> Window:
         chosen = [self._optimizers[place] for place in key]
         reduce = None if self._group is None else self._reduce
-        return Window(chosen, self._names, self._make_scaler(), self._drops, reduce)
+        return Window(chosen, self._names, self._precision.make_scaler(), self._drops, reduce)
 
     def _reduce(self, flags: Tensor) -> None:
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self._group)
@@ -115,7 +114,7 @@ class Windows:
     def scaler(self) -> GradScaler:
         """Of some window; a disabled one where the loss is not scaled."""
         known = next((window.scaler for window in self), None)
-        return known or self._make_scaler() or GradScaler("cpu", enabled=False)
+        return known or self._precision.make_scaler() or GradScaler("cpu", enabled=False)
 
     # --- State ----------------------------------------------------------------------------------------
 
