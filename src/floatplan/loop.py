@@ -181,6 +181,8 @@ class Amp:
                 f"unscale() came in micro-batch {seen + window.is_open} of {self.accumulate}, each of which "
                 "ends with step(); gradients are unscaled once, in the last"
             )
+        if window.is_open:
+            self._forwards.end_micro_batch(window.close_micro_batch("unscale") is not None)
         window.unscale()
 
     def step(
@@ -251,7 +253,7 @@ class Amp:
         if scheduler is None:
             said["schedulers"] = window.said.get("schedulers", ())
         if window.is_open and not window.is_unscaled:
-            self._forwards.end_micro_batch(window.close_micro_batch() is not None)
+            self._forwards.end_micro_batch(window.close_micro_batch("flush") is not None)
         return self._finish(window, **said)
 
     def _said(self, clip_norm: float | None, scheduler: Any) -> dict[str, Any]:

@@ -180,8 +180,13 @@ class MicroBatches:
         for parameter in self._sums:
             parameter.grad = None
 
-    def close_micro_batch(self) -> Evidence | None:
-        """End the micro-batch. Returns what there is to say of one that is left out."""
+    def close_micro_batch(self, call: str = "step") -> Evidence | None:
+        """End the micro-batch. Returns what there is to say of one that is left out.
+
+        Raises:
+            StepError: gradients were changed by others since its backward. Nothing has changed then.
+        """
+        self._check_untouched(call)
         self.is_open = False
         left_out = self._left_out() if self._drops else None
         if left_out is None:
