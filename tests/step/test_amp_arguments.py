@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import SLOW, linear, sgd
+from small import POLICY, SLOW, linear, sgd
 from torch import nn
 
 import floatplan as fp
@@ -58,9 +58,10 @@ def test_wrong_arguments_are_named(what: str) -> None:
 
 def test_a_scaler_that_is_disabled_scales_nothing() -> None:
     model = linear()
-    amp = make(model, precision="fp16", scaler=fp.GradScaler("cpu", enabled=False))
+    slow = fp.Settings(policy=POLICY)
+    amp = make(model, precision="fp16", scaler=fp.GradScaler("cpu", enabled=False), settings=slow)
     assert amp.get_scale() == 1.0
-    assert make(model, precision="fp16").get_scale() == 65536.0
+    assert make(model, precision="fp16", settings=slow).get_scale() == 65536.0
     assert repr(amp) == "Amp(float16, SGD, accumulate=1)"
 
 
@@ -85,6 +86,5 @@ def test_the_mean_of_micro_batches_in_float64_is_not_rounded_to_float32() -> Non
         with amp.autocast():
             loss = model(torch.ones(1, 3, dtype=torch.float64)).sum() * factor
         amp.step(loss)
-    torch.testing.assert_close(
-        before - model.weight.detach(), torch.full((2, 3), 0.7 / 3).double(), rtol=1e-12, atol=0
-    )
+    expected = torch.full((2, 3), 0.7 / 3, dtype=torch.float64)
+    torch.testing.assert_close(before - model.weight.detach(), expected, rtol=1e-12, atol=0)
