@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan.records import StepResult
 from floatplan.scaling import gradients, protocol
+from floatplan.scaling.written import is_torchs
 
 if TYPE_CHECKING:
     from floatplan.scaling.grad_scaler import GradScaler
@@ -41,8 +42,7 @@ def put_into(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) ->
 
 def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step is known to call the closure first and once: torch's own, but for LBFGS."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    return is_torchs(type(optimizer)) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class Snapshot:
