@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan.records import StepResult
 from floatplan.scaling import gradients, protocol
+from floatplan.scaling.changed import look_again
 from floatplan.scaling.snapshot import Snapshot
 from floatplan.scaling.written import is_torchs
 
@@ -84,6 +85,8 @@ class Evaluations:
         state = self.scaler._per_optimizer_states[id(self.optimizer)]
         if state["stage"] is OptState.READY:
             self.scaler.unscale_(self.optimizer)
+        else:  # by the closure, which may have changed them
+            look_again(self.optimizer, state)
         flags = state["found_inf_per_device"]
         number = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self.checks_loss and flags and number is not None and not math.isfinite(float(number)):
