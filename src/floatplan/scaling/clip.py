@@ -85,9 +85,12 @@ def _total(batches: list[Batch], measured: Measured, p: float, device: torch.dev
         wide = gradients.widest(device)
         norms = []
         for batch in batches:
-            for grad in batch.grads:
+            for param, grad in zip(batch.params, batch.grads, strict=True):
                 values = grad.full_tensor() if is_dtensor(grad) else grad
-                one = torch.linalg.vector_norm(values.to(wide), p)
+                values = values.to(wide)
+                if param.is_complex():  # of absolute values, as torch's clipping
+                    values = torch.view_as_complex(values)
+                one = torch.linalg.vector_norm(values, p)
                 norms.append(gradients.to_device(one, device))
         total = torch.linalg.vector_norm(torch.stack(norms), p)
     return total.item() if isinstance(total, torch.Tensor) and device.type == "cpu" else total
@@ -126,6 +129,17 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
     return norm
 
 
+def _check_ordered(target: Target) -> None:
+    holder, _ = _holder(target)
+    for group in holder.param_groups:
+        for param in group["params"]:
+            if isinstance(param, torch.Tensor) and param.is_complex():
+                raise ValueError(
+                    f"clip_grad_value_() got a complex parameter of shape {tuple(param.shape)}: complex "
+                    "numbers have no order to clamp in, and torch clamps none. Call clip_grad_norm_() instead"
+                )
+
+
 @torch.no_grad()
 def value_(scaler: GradScaler, target: Target, limit: float) -> None:
     """See `GradScaler.clip_grad_value_`."""
@@ -137,6 +151,7 @@ def value_(scaler: GradScaler, target: Target, limit: float) -> None:
         params = [param for group in holder.param_groups for param in group["params"]]
         torch.nn.utils.clip_grad_value_(params, limit)
         return
+    _check_ordered(target)
     batches, _, flags, device = _unscaled(scaler, target, "clip_grad_value_")
     if not batches:
         return
