@@ -65,9 +65,8 @@ def _of_parameters(scaler: GradScaler, holder: Any, call: str) -> tuple[list[Bat
 
 
 def _unscaled(
-    scaler: GradScaler, target: Target, call: str
+    scaler: GradScaler, holder: Any, is_optimizer: bool, call: str
 ) -> tuple[list[Batch], Measured, Flags, torch.device]:
-    holder, is_optimizer = _holder(target)
     found = _of_optimizer(scaler, holder) if is_optimizer else _of_parameters(scaler, holder, call)
     device = found[0][0].device if found[0] else torch.device("cpu")
     return *found, device
@@ -102,11 +101,11 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
     max_norm, p = float(max_norm), float(p)
     if not max_norm >= 0:
         raise ValueError(f"max_norm must not be below 0, got {max_norm!r}")
+    holder, is_optimizer = _holder(target)
     if not scaler.is_enabled():
-        holder, _ = _holder(target)
         params = [param for group in holder.param_groups for param in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, p)
-    batches, measured, flags, device = _unscaled(scaler, target, "clip_grad_norm_")
+    batches, measured, flags, device = _unscaled(scaler, holder, is_optimizer, "clip_grad_norm_")
     if not batches:
         return gradients.number(0.0, device)
     total = _total(batches, measured, p, device)
@@ -129,8 +128,7 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
     return norm
 
 
-def _check_ordered(target: Target) -> None:
-    holder, _ = _holder(target)
+def _check_ordered(holder: Any) -> None:
     for group in holder.param_groups:
         for param in group["params"]:
             if isinstance(param, torch.Tensor) and param.is_complex():
@@ -146,13 +144,13 @@ def value_(scaler: GradScaler, target: Target, limit: float) -> None:
     limit = float(limit)
     if not limit >= 0:
         raise ValueError(f"clip_value must not be below 0, got {limit!r}")
+    holder, is_optimizer = _holder(target)
     if not scaler.is_enabled():
-        holder, _ = _holder(target)
         params = [param for group in holder.param_groups for param in group["params"]]
         torch.nn.utils.clip_grad_value_(params, limit)
         return
-    _check_ordered(target)
-    batches, _, flags, device = _unscaled(scaler, target, "clip_grad_value_")
+    _check_ordered(holder)
+    batches, _, flags, device = _unscaled(scaler, holder, is_optimizer, "clip_grad_value_")
     if not batches:
         return
     # Where something is not finite the limit is, too, and nothing is clamped.
