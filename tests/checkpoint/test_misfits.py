@@ -97,6 +97,13 @@ def test_the_state_of_parameters_of_another_shape(kind: Any, tmp_path: Path) -> 
     fp.load(tmp_path / "a.pt", optimizer=kind(weights(*small), lr=0.1))
 
 
+def test_what_is_wrong_besides_is_for_torch_to_say(tmp_path: Path) -> None:
+    for entry in ({"param_groups": [{"params": [0]}], "state": {0: 1}}, {"param_groups": [3], "state": 5}):
+        fp.save(tmp_path / "a.pt", optimizer=entry)
+        with pytest.raises(fp.CheckpointError, match="'optimizer' does not take its state"):
+            fp.load(tmp_path / "a.pt", optimizer=torch.optim.Adam(weights((2,))))
+
+
 def test_others_keep_state_of_any_shape(tmp_path: Path) -> None:
     class LowRank(torch.optim.SGD):
         pass

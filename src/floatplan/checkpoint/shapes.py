@@ -32,8 +32,8 @@ def misfit(optimizer: torch.optim.Optimizer, saved: Any) -> str | None:
         return None
     try:
         keys = [key for group in saved["param_groups"] for key in group["params"]]
-        states = saved["state"]
-    except (KeyError, TypeError):
+        states = {key: state for key, state in saved["state"].items() if isinstance(state, dict)}
+    except (AttributeError, KeyError, TypeError):
         return None
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if isinstance(optimizer, torch.optim.LBFGS):  # one direction, of all parameters together

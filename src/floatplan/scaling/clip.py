@@ -131,7 +131,7 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
 def _check_ordered(holder: Any) -> None:
     for group in holder.param_groups:
         for param in group["params"]:
-            if isinstance(param, torch.Tensor) and param.is_complex():
+            if isinstance(param, torch.Tensor) and param.grad is not None and param.is_complex():
                 raise ValueError(
                     f"clip_grad_value_() got a complex parameter of shape {tuple(param.shape)}: complex "
                     "numbers have no order to clamp in, and torch clamps none. Call clip_grad_norm_() instead"
