@@ -140,6 +140,16 @@ def test_what_waits_for_the_outcome_is_done_when_the_next_step_begins(far, kind)
     assert same(loops[0].state(), loops[1].state())
 
 
+def test_a_checkpoint_is_of_what_was_waited_for(far, tmp_path) -> None:
+    loop = Loop("far", "sgd fused")
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
+    loop.step(X[0], scheduler=scheduler)
+    assert scheduler.last_epoch == 0
+    with waiting_is_fine():
+        fp.save(tmp_path / "a.pt", scheduler=scheduler, training=loop.amp)
+    assert fp.load(tmp_path / "a.pt")["scheduler"]["last_epoch"] == 1
+
+
 def test_to_read_a_result_is_to_move_on(far) -> None:
     loop = Loop("far", "adamw fused")
     scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.5)

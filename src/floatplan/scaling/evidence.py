@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ STEPPED = "stepped"
 DISABLED = "scaling disabled"
 FORWARD = "forward: the loss is not finite, whatever the scale"
 OVERFLOW = "overflow: gradients are not finite"
+CHANGED = "overflow: gradients are not finite, as changed after unscale_()"
 USELESS_SCALE = "the scale is of no use: 1/scale is 0 or not finite"
 
 
@@ -45,6 +46,12 @@ def _numbers(values: list[float | torch.Tensor], device: torch.device) -> list[l
     ]
 
 
+def _refused(part: Part, fits: list[float], finite: list[float]) -> list[tuple[int, tuple[torch.Size, bool]]]:
+    """(position, (shape, whether it is finite)) of each gradient that does not fit."""
+    rows = zip(part.positions, part.shapes, fits, finite, strict=True)
+    return [(position, (shape, bool(is_finite))) for position, shape, fit, is_finite in rows if not fit]
+
+
 @dataclass(slots=True)
 class Evidence:
     """One step, as numbers where the host knows them, else as tensors that nothing else writes to.
@@ -61,6 +68,7 @@ class Evidence:
         too_large: why a finite gradient is refused that is above the optimizer's bound.
         fault: the setting for which the step was refused; None if there is none.
         losses: of the step, not scaled, one element each.
+        changed: the same as ``measured`` of gradients that were changed since; empty where they were not.
         scale_after: the scale after ``update()``; None before it.
         prefix: of the reason.
         shared: other ranks had a say in ``found_inf``.
@@ -78,6 +86,7 @@ class Evidence:
     too_large: str = OVERFLOW
     fault: str | None = None
     losses: Sequence[torch.Tensor] = ()
+    changed: Measured = ()
     scale_after: float | torch.Tensor | None = None
     prefix: str = ""
     shared: bool = False
@@ -99,7 +108,8 @@ class Evidence:
         return after.item() if isinstance(after, torch.Tensor) else after
 
     def _read(self) -> StepFacts:
-        parts = [part for part in self.measured if isinstance(part, Part)]
+        first = [part for part in self.measured if isinstance(part, Part)]
+        parts = [*first, *(part for part in self.changed if isinstance(part, Part))]
         device = self.scale.device if isinstance(self.scale, torch.Tensor) else _CPU
         total = [total_norm(self.measured, device)] if self.measured else []
         known = [self.scale, self.found_inf, self.streak, self.calibrated, *total]
@@ -111,14 +121,11 @@ class Evidence:
         forward_failed = not all(math.isfinite(loss) for (loss,) in numbers)
         found = bool(found_inf)
         useless = found and is_useless(scale)
-        bad = {
-            position: (shape, bool(is_finite))
-            for part, fits, finite in zip(parts, fine[::2], fine[1::2], strict=True)
-            for position, shape, is_fine, is_finite in zip(
-                part.positions, part.shapes, fits, finite, strict=True
-            )
-            if not is_fine
-        }
+        refused = [_refused(*row) for row in zip(parts, fine[::2], fine[1::2], strict=True)]
+        # What was refused when it was unscaled is the reason, whatever became of it.
+        bad = dict(chain.from_iterable(refused[: len(first)]))
+        was_changed = not bad
+        bad = bad or dict(chain.from_iterable(refused[len(first) :]))
         culprit = None
         reason = self.fault or STEPPED
         if useless:
@@ -132,6 +139,8 @@ class Evidence:
                 culprit = name_at(self.names, last, bad[last][0])
                 if not forward_failed and all(is_finite for _, is_finite in bad.values()):
                     reason = f"overflow: {self.too_large}"
+                elif not forward_failed and was_changed:
+                    reason = CHANGED
         return StepFacts(
             stepped=not found and self.fault is None,
             found_inf=found,

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 from floatplan.records import KnownStep, StepFacts, StepResult
 from floatplan.scaling import closures, gradients, misuse, protocol, self_scaling
 from floatplan.scaling.base import fresh_state
+from floatplan.scaling.changed import look_again
 from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.further import FurtherCalls
 from floatplan.scaling.gradients import Flags
@@ -177,6 +178,7 @@ class GradScaler(FurtherCalls):
         """
         state = self._per_optimizer_states[id(optimizer)]
         state.pop("measured", None)
+        state.pop("changed", None)
         state["names"] = gradients.parameter_names(optimizer)
         state["bound"] = bound
         if self._check_losses:
@@ -247,6 +249,8 @@ class GradScaler(FurtherCalls):
         state = self._per_optimizer_states[id(optimizer)]
         protocol.check_step(state["stage"])
         used = gradients.snapshot(scale)
+        if state["stage"] is OptState.UNSCALED:
+            look_again(optimizer, state)
         state["in_step"] = True
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             value = self_scaling.step(self, optimizer, state, args, kwargs)
@@ -315,6 +319,7 @@ class GradScaler(FurtherCalls):
             state.get("bound", NO_BOUND).reason,
             found,
             tuple(self._losses),
+            state.get("changed", ()),
         )
         state["evidence"] = evidence
         return StepResult(evidence)

@@ -66,6 +66,9 @@ def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
     )
 
 
+_SQUARES_ARE_LOST = 2.0**-50
+"""Norms below this, added up in float32, lack the squares of small values: 1e-24 squared is 0 there."""
+
 _ROW = 4096
 _SMALL = 2048
 
@@ -105,7 +108,10 @@ def _total_on_cpu(batch: Batch) -> float:
     """Norm of all gradients; if it is finite, they are. It may not be where they are, only very large."""
     wide = torch.promote_types(batch.dtype, torch.float32)
     pieces = [_shortened(tensor, wide) for tensor in _joined(batch.grads)]
-    return math.hypot(*_torch.norms(pieces, wide).tolist())
+    norm = math.hypot(*_torch.norms(pieces, wide).tolist())
+    if norm < _SQUARES_ARE_LOST and wide is torch.float32:
+        return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
+    return norm
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +120,10 @@ def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[to
     norms = _torch.norms([_shortened(tensor, wide) for tensor in tensors], wide).double()
     finite = torch.isfinite(norms)
     if finite.all():
+        small = norms < _SQUARES_ARE_LOST
+        if wide is torch.float32 and small.any():
+            again = [tensors[place] for place in small.nonzero().flatten().tolist()]
+            norms[small] = _torch.norms(again, torch.float64)
         return norms, finite
     return _torch.norms(tensors, torch.float64), torch.isfinite(_peaks(tensors))
 

@@ -114,12 +114,13 @@ def step(
     if not flags:
         return None
     if divisor is not None:
-        measured, limit = state.get("measured", ()), bound(optimizer)
-        state["bound"] = limit
-        if not total_is_enough(measured, divisor, limit):
-            measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
-        state["measured"] = divided(measured, divisor, limit)
-        flag_(flags, state["measured"])
+        limit = state["bound"] = bound(optimizer)
+        for name in ("measured", "changed"):
+            measured = state.get(name, ())
+            if not total_is_enough(measured, divisor, limit):
+                measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
+            state[name] = divided(measured, divisor, limit)
+            flag_(flags, state[name])
         _flag_useless(flags, divisor)
     if scaler._note_fault(optimizer, state):
         return None

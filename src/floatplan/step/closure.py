@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from floatplan.errors import StepError
-from floatplan.scaling.closures import Snapshot
 from floatplan.scaling.evidence import Evidence
+from floatplan.scaling.snapshot import Snapshot
 from floatplan.step.window import Window
 
 

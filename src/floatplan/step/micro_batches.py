@@ -74,6 +74,7 @@ class MicroBatches:
         self._fault: str | None = None
         self._too_large = UPDATE
         self._measured: Measured = ()
+        self._changed: Measured = ()
 
     def clear(self) -> None:
         """Forget the gradients: the next backward is the first of a window."""
@@ -275,6 +276,7 @@ class MicroBatches:
             self._too_large,
             self._fault,
             tuple(losses),
+            self._changed,
             prefix=prefix,
             shared=self._reduce is not None,
         )

@@ -76,7 +76,9 @@ class Window(MicroBatches):
             return
         self._earlier += [flag for of_one in self._flags for flag in of_one.values()]
         batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
+        first = self._measured
         self._look(batches, [{} for _ in batches])
+        self._changed, self._measured = self._measured, first
 
     def _look(self, batches: Sequence[Sequence[Batch]], flags: list[Flags]) -> None:
         measured: list[Any] = []
@@ -150,7 +152,7 @@ class Window(MicroBatches):
         A norm that is not finite changes nothing: the step is refused anyway.
         """
         devices = [device for flags in self._flags for device in flags]
-        norm = total_norm(self._measured, devices[0] if devices else torch.device("cpu"))
+        norm = total_norm(self._changed or self._measured, devices[0] if devices else torch.device("cpu"))
         if isinstance(norm, float):
             if not max_norm < norm < float("inf"):
                 return
