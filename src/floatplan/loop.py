@@ -96,7 +96,7 @@ class Amp:
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
         self._precision.apply(self.models)
-        guard.watch(self.optimizers, self._waits_for_a_step)
+        guard.watch(self.optimizers, self)
 
     @property
     def _drops(self) -> bool:
@@ -142,12 +142,10 @@ class Amp:
             if not self._precision.is_full or len(self._forwards):
                 notes.warn(OUTSIDE)
         self._forwards.had_backward()
-        mine = {id(parameter) for parameter in window.parameters()}
-        others = [p for p in self._all_parameters() if id(p) not in mine and p.requires_grad]
-        before = [(parameter, parameter.grad) for parameter in others]
-        # Naming mine to autograd (``inputs=``) would lose, without a word, the gradients of those inside of a
-        # reentrant checkpoint.
-        for parameter in others:
+        before = [(other, other.grad) for other in self._windows.others(window) if other.requires_grad]
+        # Naming its own to autograd (``inputs=``) would lose, without a word, the gradients of those inside of
+        # a reentrant checkpoint.
+        for parameter, _ in before:
             parameter.grad = None
         try:
             window.backward(loss, marks, **options)
@@ -157,13 +155,6 @@ class Amp:
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
-
-    def _all_parameters(self) -> Iterator[Tensor]:
-        for model in self.models:
-            yield from model.parameters()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
     def unscale(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """End the window's last micro-batch and make its gradients what the optimizer takes.
@@ -344,7 +335,8 @@ class Amp:
         evidence.scale_after = window.next_scale()
         self._forwards.settle(evidence.found_inf)
         self._clear(window)
-        return self._afterwards.add(evidence, schedulers, self._averages(window))
+        averages = self.settings.ema is not None and self._averages(window)
+        return self._afterwards.add(evidence, schedulers, averages)
 
     def _averages(self, window: Window) -> bool:
         mine = {id(parameter) for parameter in window.parameters()}
@@ -359,7 +351,7 @@ class Amp:
         """Running statistics as they were, after a backward that failed or was not wanted."""
         self._forwards.undo(window.is_fresh)
 
-    def _waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients of ``optimizer`` are in a window, and this is not their step."""
         return not self._stepping and self._windows.wait_for(optimizer)
 
@@ -397,4 +389,4 @@ class Amp:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        guard.watch(self.optimizers, self._waits_for_a_step)
+        guard.watch(self.optimizers, self)

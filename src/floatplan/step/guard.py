@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from floatplan.errors import StepError
 
-Waits = Callable[[torch.optim.Optimizer], bool]
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Waits]] = (
+
+class Waiting(Protocol):
+    """Says whether gradients of an optimizer wait for their step."""
+
+    def waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of ``optimizer`` now would be wrong."""
+
+
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Waiting]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def watch(optimizers: tuple[torch.optim.Optimizer, ...], waits: Waits) -> None:
-    """From now on a step of ``optimizers`` is refused while ``waits``, a method, says that gradients do.
+def watch(optimizers: tuple[torch.optim.Optimizer, ...], waiting: Waiting) -> None:
+    """From now on a step of ``optimizers`` is refused while ``waiting`` says that gradients do.
 
     One hook in a process, for all optimizers: the optimizers themselves stay as they are.
     """
@@ -26,7 +32,7 @@ def watch(optimizers: tuple[torch.optim.Optimizer, ...], waits: Waits) -> None:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
     for optimizer in optimizers:
         try:
-            _watched[optimizer] = weakref.WeakMethod(waits)
+            _watched[optimizer] = weakref.ref(waiting)
         except TypeError:  # a wrapper that cannot be hashed or referred to, which runs no hooks either
             continue
 
@@ -36,8 +42,8 @@ _hooks: list[Any] = []
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     reference = _watched.get(optimizer)
-    waits = None if reference is None else reference()
-    if waits is not None and waits(optimizer):
+    waiting = None if reference is None else reference()
+    if waiting is not None and waiting.waits_for_a_step(optimizer):
         raise StepError(
             f"{type(optimizer).__name__}.step() was called while gradients of an Amp wait for their step, "
             "which are scaled and summed up; call amp.step() instead"

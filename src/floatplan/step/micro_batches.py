@@ -141,7 +141,8 @@ class MicroBatches:
 
     def _begin(self) -> None:
         found = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        self.clear()
+        if found:
+            self.clear()
         if found and not self._told:
             self._told = True
             notes.warn(

@@ -17,17 +17,20 @@ class Names:
 
     Args:
         models: with several, names begin with the number of theirs.
+
+    Attributes:
+        parameters: of the models as they were then.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         names: list[str] = []
-        self._parameters: list[Tensor] = []
+        self.parameters: list[Tensor] = []
         known: set[int] = set()
         for number, model in enumerate(models):
             for name, parameter in model.named_parameters():
                 if id(parameter) not in known:
                     known.add(id(parameter))
-                    self._parameters.append(parameter)
+                    self.parameters.append(parameter)
                     names.append(name if len(models) == 1 else f"{number}.{name}")
         self._names = tuple(names)
 
@@ -38,7 +41,7 @@ class Names:
 
     def places(self, parameters: Iterable[Tensor]) -> list[int]:
         """Where each of ``parameters`` stands; those that are in no model come after all others."""
-        known = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        known = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         return [known.get(id(p), len(known) + number) for number, p in enumerate(parameters)]
 
 

@@ -43,6 +43,7 @@ class Windows:
         self._names = Names(models)
         self._sizes = self._count()
         self._windows: dict[Key, Window] = {}
+        self._others: dict[Key, list[Tensor]] = {}
 
     def __iter__(self) -> Iterator[Window]:
         return iter(self._windows.values())
@@ -99,7 +100,17 @@ class Windows:
         sizes = self._count()
         if sizes != self._sizes:
             checks.check_parameters(self._models, self._optimizers)
-            self._sizes = sizes
+            self._sizes, self._others = sizes, {}
+
+    def others(self, window: Window) -> list[Tensor]:
+        """Parameters of the models and of all optimizers that are not the window's own."""
+        key = next(key for key, known in self._windows.items() if known is window)
+        if key not in self._others:
+            mine = {id(parameter) for parameter in window.parameters()}
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            everything = [*self._names.parameters, *(p for group in groups for p in group["params"])]
+            self._others[key] = [p for p in everything if id(p) not in mine]
+        return self._others[key]
 
     def nothing_waits(self) -> bool:
         """Whether no window has gradients."""
