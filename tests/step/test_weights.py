@@ -40,9 +40,8 @@ def test_an_overflow_in_the_forward_is_told_apart_from_one_in_the_gradients() ->
         "forward: the loss is not finite, whatever the scale",
         "bias",
     )
-    assert (
-        amp.step((model.weight.double() * 1e38).sum() * 1e200).reason == "overflow: gradients are not finite"
-    )
+    gradients = amp.step((model.weight.double() * 1e38).sum() * 1e200)
+    assert gradients.reason == "overflow: gradients are not finite"
     with pytest.raises(fp.FloatplanError, match="3 steps in a row were skipped: forward: the loss"):
         step(1.0)
 
