@@ -19,6 +19,7 @@ from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import step_with_closure
 from floatplan.step.forwards import Forwards
 from floatplan.step.optimize import needs_function, step_all
+from floatplan.step.outputs import keep_float32
 from floatplan.step.precision import Precision as InForce
 from floatplan.step.settings import Settings
 from floatplan.step.window import Window
@@ -96,6 +97,8 @@ class Amp:
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
         self._precision.apply(self.models)
+        if self.settings.float32_outputs:
+            keep_float32(self.models, self)
         guard.watch(self.optimizers, self)
 
     @property
@@ -143,8 +146,8 @@ class Amp:
                 notes.warn(OUTSIDE)
         self._forwards.had_backward()
         before = [(other, other.grad) for other in self._windows.others(window) if other.requires_grad]
-        # Naming its own to autograd (``inputs=``) would lose, without a word, the gradients of those inside of
-        # a reentrant checkpoint.
+        # Naming its own to autograd (``inputs=``) would lose, without a word, the gradients of those inside
+        # of a reentrant checkpoint.
         for parameter, _ in before:
             parameter.grad = None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -195,3 +196,28 @@ def test_float16_that_nobody_scales_is_told(how: str, told: bool, monkeypatch: p
     wanted = "AdamW stepped after a forward in float16 whose loss no scaler has scaled"
     assert [str(one.message).startswith(wanted) for one in seen] == [True] * told
     assert all(one.filename == __file__ for one in seen)
+
+
+@pytest.mark.trouble("T49")
+def test_outputs_in_float32_where_they_are_asked_for() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            hidden = self.inner(x)
+            return {"hidden": (hidden, hidden.argmax()), "dtype": hidden.dtype}
+
+    model = Two()
+    amp = fp.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16",
+                 settings=fp.Settings(float32_outputs=True))  # fmt: skip
+    with amp.autocast():
+        output = model(torch.randn(3, 4))
+    assert (output["hidden"][0].dtype, output["dtype"]) == (torch.float32, torch.bfloat16)
+    output["hidden"][0].detach().numpy()
+    assert amp.step(output["hidden"][0].sum())
+    del amp
+    gc.collect()
+    with fp.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(3, 4))["hidden"][0].dtype is torch.bfloat16

@@ -18,9 +18,7 @@ class Waiting(Protocol):
         """Whether a step of ``optimizer`` now would be wrong."""
 
 
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Waiting]] = (
-    weakref.WeakKeyDictionary()
-)
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Waiting]] = weakref.WeakKeyDictionary()
 
 
 def watch(optimizers: tuple[torch.optim.Optimizer, ...], waiting: Waiting) -> None:

@@ -37,6 +37,8 @@ class Settings:
         ema: an averaged model; its ``update_parameters`` is called with the first model after each step of
             parameters of that model that was taken.
         policy: of the region.
+        float32_outputs: whether the models return float32 in place of 16-bit tensors, as long as the Amp
+            lives; inside of them nothing changes.
         device_type: where the models run; by default that of their parameters.
 
     Raises:
@@ -57,6 +59,7 @@ class Settings:
     buffers: tuple[str, ...] = ()
     ema: Any = None
     policy: Policy = field(default_factory=Policy.unified)
+    float32_outputs: bool = False
     device_type: str | None = None
 
     def __post_init__(self) -> None:
