@@ -35,6 +35,7 @@ def test_public_names() -> None:
         "current_precision",
         "custom_bwd",
         "custom_fwd",
+        "downcast_frozen",
         "explain",
         "full_precision",
         "load",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from floatplan.loop import Amp
     from floatplan.policy import Policy
     from floatplan.records import Explanation, StepResult
-    from floatplan.scaling import GradScaler, upcast_trainable
+    from floatplan.scaling import GradScaler, downcast_frozen, upcast_trainable
     from floatplan.step.settings import Settings
     from floatplan.watch import explain
 
@@ -47,6 +47,7 @@ _HOMES = {
     "current_precision": "floatplan.engine",
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
+    "downcast_frozen": "floatplan.scaling",
     "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
     "load": "floatplan.checkpoint",
@@ -75,6 +76,7 @@ __all__ = [
     "current_precision",
     "custom_bwd",
     "custom_fwd",
+    "downcast_frozen",
     "explain",
     "full_precision",
     "load",

@@ -122,6 +122,31 @@ def test_master_weights_norms_and_buffers_stay_float32(tmp_path: Path) -> None:
     assert {value.dtype for value in amp.optimizers[0].state[model.linear.weight].values()} == {torch.float32}
 
 
+@pytest.mark.trouble("T40")
+@pytest.mark.trouble("T41")
+def test_frozen_weights_in_16_bits_without_what_they_would_spoil() -> None:
+    model = Rotary()
+    for parameter in model.linear.parameters():
+        parameter.requires_grad_(False)
+    for wrong, words in (
+        ({"keep": ["lin.*"]}, "'lin.*' matches no parameter"),
+        ({"keep": "head.*"}, "list of"),
+    ):
+        with pytest.raises(fp.FloatplanError, match=words):
+            fp.downcast_frozen(model, torch.bfloat16, **wrong)
+    with pytest.raises(fp.FloatplanError, match="float16 or bfloat16, not torch.float32"):
+        fp.downcast_frozen(model, torch.float32)
+    assert fp.downcast_frozen(model, torch.bfloat16, keep=["linear.*"]) == []
+    assert fp.downcast_frozen(model, torch.bfloat16) == ["linear.weight"]
+    low = {name for name, value in model.state_dict().items() if value.dtype is torch.bfloat16}
+    assert low == {"linear.weight"}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    amp = fp.Amp(model, torch.optim.SGD(trained, lr=0.1), "bf16")
+    with amp.autocast():
+        loss = model(torch.randn(4, 8)).square().mean()
+    assert amp.step(loss)
+
+
 @pytest.mark.trouble("T43")
 def test_the_next_loss_after_a_resume_is_the_one_it_would_have_been(tmp_path: Path) -> None:
     def make() -> tuple[Rotary, fp.Amp]:

@@ -6,7 +6,8 @@ between 0 and 6e-8, where many gradients lie, and multiplying the loss by S mult
 
 from torch.amp.grad_scaler import OptState
 
+from floatplan.scaling.downcast import downcast_frozen
 from floatplan.scaling.grad_scaler import GradScaler
 from floatplan.scaling.upcast import upcast_trainable
 
-__all__ = ["GradScaler", "OptState", "upcast_trainable"]
+__all__ = ["GradScaler", "OptState", "downcast_frozen", "upcast_trainable"]
