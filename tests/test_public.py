@@ -40,6 +40,7 @@ def test_public_names() -> None:
         "full_precision",
         "load",
         "save",
+        "tune_host",
         "upcast_trainable",
     ]
     for name in fp.__all__:

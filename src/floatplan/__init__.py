@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from floatplan.records import Explanation, StepResult
     from floatplan.scaling import GradScaler, downcast_frozen, upcast_trainable
     from floatplan.step.settings import Settings
+    from floatplan.tune.host import tune_host
     from floatplan.watch import explain
 
 _HOMES = {
@@ -52,6 +53,7 @@ _HOMES = {
     "full_precision": "floatplan.engine",
     "load": "floatplan.checkpoint",
     "save": "floatplan.checkpoint",
+    "tune_host": "floatplan.tune.host",
     "upcast_trainable": "floatplan.scaling",
 }
 
@@ -81,6 +83,7 @@ __all__ = [
     "full_precision",
     "load",
     "save",
+    "tune_host",
     "upcast_trainable",
 ]
 

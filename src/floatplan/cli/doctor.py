@@ -19,6 +19,7 @@ def doctor(
 
     from floatplan.cli.console import make_console, print_lines
     from floatplan.report.text import device_lines, device_table, machine_lines
+    from floatplan.tune.host import tune_host
     from floatplan.tune.machine import recommendation
     from floatplan.tune.measure import describe_machine, measure
 
@@ -42,3 +43,6 @@ def doctor(
         print_lines(console, device_lines(device))
     console.print()
     print_lines(console, [recommendation(machine)])
+    tuning = tune_host()
+    if tuning:
+        print_lines(console, [f"Call fp.tune_host() before you train on the CPU: {tuning.reason}."])

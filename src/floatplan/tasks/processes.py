@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from floatplan.errors import FloatplanError
 from floatplan.records import FailureRecord, RunRecord
 from floatplan.tasks.train import Job, train
+from floatplan.tune.host import tune_host
 
 
 def run_apart(job: Job) -> Generator[RunRecord]:
@@ -43,6 +44,7 @@ def run_apart(job: Job) -> Generator[RunRecord]:
 
 
 def _child(records: Connection, job: Job) -> None:
+    tune_host()  # for every row alike
     try:
         try:
             for record in train(job):
