@@ -293,7 +293,7 @@ class Amp:
     def _finish(self, window: Window, clip_norm: float | None, schedulers: tuple[Any, ...]) -> StepResult:
         if window.is_unscaled:
             window.look_again()
-        else:
+        elif not window.divide_in_step():
             window.unscale(marks=False)
         refused, overflowed, present = window.verdict()
         if not (window.has_gradients or window.dropped) and not present.item():
@@ -305,7 +305,7 @@ class Amp:
             window.clip(clip_norm)
         self._stepping = True
         try:
-            was_refused, values = step_all(window.optimizers, refused)
+            was_refused, values = step_all(window.optimizers, refused, window.divisor())
         except BaseException:
             self._clear(window)
             raise

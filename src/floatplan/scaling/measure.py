@@ -7,7 +7,7 @@ square of the largest float32 (1e77) is far from the end of float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -227,6 +227,14 @@ def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured
         fits = finite & (sizes <= bound.of(part.dtype))
         parts.append(Part(part.positions, part.shapes, norms, sizes, finite, fits, part.dtype))
     return tuple(parts)
+
+
+def measured_divided(batches: Sequence[Batch], divisor: torch.Tensor, bound: Bound) -> Measured:
+    """What is measured on gradients that an optimizer divides by ``divisor`` (0-dim) in its own kernel."""
+    measured = measure(batches)
+    if not total_is_enough(measured, divisor, bound):
+        measured = measure(batches, each=True)
+    return divided(measured, divisor, bound)
 
 
 def flag_(flags: Flags, measured: Measured) -> None:

@@ -82,7 +82,16 @@ def must_be_asked(optimizer: torch.optim.Optimizer) -> bool:
     return _torch.has_step_hooks(optimizer) or makes_momentum(optimizer)
 
 
-def _flag_useless(flags: gradients.Flags, divisor: torch.Tensor) -> None:
+def divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its kernel divides gradients by what it is `lent`, and by nothing that the user put there."""
+    return (
+        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        and not takes_scaler(optimizer)
+        and own_grad_scale(optimizer) is None
+    )
+
+
+def flag_useless(flags: gradients.Flags, divisor: torch.Tensor) -> None:
     """Set every flag if 1/divisor is 0 or not finite."""
     if divisor.device.type == "cpu" and not gradients.is_useless(divisor.item()):
         return
@@ -121,7 +130,7 @@ def step(
                 measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
             state[name] = divided(measured, divisor, limit)
             flag_(flags, state[name])
-        _flag_useless(flags, divisor)
+        flag_useless(flags, divisor)
     if scaler._note_fault(optimizer, state):
         return None
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)

@@ -75,6 +75,7 @@ class MicroBatches:
         self._too_large = UPDATE
         self._measured: Measured = ()
         self._changed: Measured = ()
+        self._divisor: Tensor | None = None
 
     def clear(self) -> None:
         """Forget the gradients: the next backward is the first of a window."""

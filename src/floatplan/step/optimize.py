@@ -14,10 +14,17 @@ from floatplan.scaling import self_scaling
 from floatplan.step import notes
 
 
-def step_all(optimizers: Sequence[torch.optim.Optimizer], refused: Tensor) -> tuple[bool | Tensor, list[Any]]:
+def step_all(
+    optimizers: Sequence[torch.optim.Optimizer], refused: Tensor, divisor: Tensor | None = None
+) -> tuple[bool | Tensor, list[Any]]:
     """Step every optimizer, or none if ``refused`` is set.
 
     On an accelerator the host is not asked where all optimizers look at the flag themselves.
+
+    Args:
+        optimizers: in their order.
+        refused: 0-dim, not 0 if nothing may be written.
+        divisor: by what they divide their gradients on the way, 0-dim; only for those that can.
 
     Returns:
         Whether the step was refused (0-dim where the host does not know), and what each optimizer returned.
@@ -28,10 +35,10 @@ def step_all(optimizers: Sequence[torch.optim.Optimizer], refused: Tensor) -> tu
     values: list[Any] = []
     try:
         for optimizer in optimizers:
-            if asks:
+            if asks and divisor is None:
                 values.append(optimizer.step())
             else:
-                with self_scaling.lent(optimizer, None, refused):
+                with self_scaling.lent(optimizer, divisor, refused):
                     values.append(optimizer.step())
     except BaseException as error:
         what = f"optimizer {len(values)} ({type(optimizers[len(values)]).__name__}) failed in its step"

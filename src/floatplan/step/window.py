@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from floatplan.errors import StepError
-from floatplan.scaling import gradients
+from floatplan.scaling import gradients, self_scaling
 from floatplan.scaling.gradients import Batch, Flags
-from floatplan.scaling.measure import Part, flag_, measure, total_norm
+from floatplan.scaling.measure import Part, flag_, measure, measured_divided, total_norm
 from floatplan.scaling.written import UPDATE, bound, fault
 from floatplan.step import notes
 from floatplan.step.marks import marks_of, same
@@ -51,8 +51,7 @@ class Window(MicroBatches):
                 batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
         count = max(1, self.counted)
         device = next((batch.device for of_one in batches for batch in of_one), torch.device("cpu"))
-        if self.scaler is not None and self.scaler._get_scale_async() is None:  # of a state that was loaded
-            self.scaler._lazy_init_scale_growth_tracker(device)
+        self._make_scale(device)
         scale = self._factor(device)
         inverse, useless = gradients.inverse(scale * count)
         exact, _ = gradients.inverse(scale)
@@ -70,6 +69,40 @@ class Window(MicroBatches):
         self.is_unscaled = True
         self._marks = marks_of(self.parameters()) if marks else None
 
+    def divide_in_step(self) -> bool:
+        """Check the sum as it is, and leave the division by scale and micro-batches to the optimizers.
+
+        Torch's fused kernels divide on the way, which saves a pass over the gradients, and one more for
+        clipping. Returns whether they all do, else nothing is done.
+
+        Raises:
+            StepError: as of `unscale`.
+        """
+        if self.is_unscaled or not all(map(self_scaling.divides, self.optimizers)):
+            return False
+        self._check_untouched("step")
+        batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
+        self._check_dtypes(batches)
+        if any(batch.dtype is not torch.float32 or batch.layout for of_one in batches for batch in of_one):
+            return False
+        device = next((batch.device for of_one in batches for batch in of_one), torch.device("cpu"))
+        self._make_scale(device)
+        self._divisor = self._factor(device) * max(1, self.counted)
+        self._look(batches, [{} for _ in batches], self._divisor)
+        return True
+
+    def divisor(self) -> Tensor | None:
+        """By what the optimizers divide gradients, 0-dim; None where they take them as they are."""
+        divisor = self._divisor
+        if divisor is None or (divisor.device.type == "cpu" and divisor.item() == 1.0):
+            return None
+        return divisor
+
+    def _make_scale(self, device: torch.device) -> None:
+        """That of a state that was loaded is made where the gradients lie."""
+        if self.scaler is not None and self.scaler._get_scale_async() is None:
+            self.scaler._lazy_init_scale_growth_tracker(device)
+
     def look_again(self) -> None:
         """Check the gradients once more, if anybody has changed them since they were unscaled."""
         if self._marks is None or same(self._marks, marks_of(self.parameters())):
@@ -80,13 +113,20 @@ class Window(MicroBatches):
         self._look(batches, [{} for _ in batches])
         self._changed, self._measured = self._measured, first
 
-    def _look(self, batches: Sequence[Sequence[Batch]], flags: list[Flags]) -> None:
+    def _look(
+        self, batches: Sequence[Sequence[Batch]], flags: list[Flags], divisor: Tensor | None = None
+    ) -> None:
+        """Measure gradients as they are when they are divided by ``divisor``, and set what is not fine."""
         measured: list[Any] = []
         self._fault = None
         with torch.no_grad():
             for number, (optimizer, of_one) in enumerate(zip(self.optimizers, batches, strict=True)):
                 limit = bound(optimizer)
-                found = measure(of_one, limit)
+                if divisor is None:
+                    found = measure(of_one, limit)
+                else:
+                    found = measured_divided(of_one, divisor, limit)
+                    self_scaling.flag_useless(flags[number], divisor)
                 if any(isinstance(part, Part) for part in found):
                     found = placed(found, self._places_of(number))
                 flag_(flags[number], found)
@@ -147,7 +187,9 @@ class Window(MicroBatches):
         return flags[0].device if flags else next(self.parameters()).device
 
     def clip(self, max_norm: float) -> None:
-        """Multiply the gradients by max_norm / norm where that is below 1. Only after `unscale`.
+        """Multiply the gradients by max_norm / norm where that is below 1, or have the optimizers do it.
+
+        Only after `unscale` or `divide_in_step`.
 
         A norm that is not finite changes nothing: the step is refused anyway.
         """
@@ -159,6 +201,9 @@ class Window(MicroBatches):
             factor: Any = max_norm / norm
         else:
             factor = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
+        if self._divisor is not None:
+            self._divisor = (self._divisor / factor).float()
+            return
         for optimizer in self.optimizers:
             for batch in gradients.collect(optimizer, allow_fp16=True):
                 by = factor.to(batch.device) if isinstance(factor, Tensor) else factor
