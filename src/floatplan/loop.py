@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from floatplan.step import checks, guard, notes, saved
 from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import step_with_closure
 from floatplan.step.forwards import Forwards
+from floatplan.step.names import Names
 from floatplan.step.optimize import needs_function, step_all
 from floatplan.step.outputs import keep_float32
 from floatplan.step.precision import Precision as InForce
@@ -29,8 +31,9 @@ ACCUMULATING = "accumulating"
 NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
 
 OUTSIDE = (
-    "a loss came from outside of amp.autocast(): its forward ran in the dtypes of the weights, and a step "
-    "that is skipped cannot put running statistics back. Write: with amp.autocast(): loss = ..."
+    "no amp.autocast() was entered before this loss: if its forward was to run in the precision of the Amp, "
+    "it did not, and a step that is skipped cannot put running statistics back. Write: with "
+    "amp.autocast(): loss = ..."
 )
 
 Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
@@ -96,10 +99,16 @@ class Amp:
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
+        self._of_first = Names(self.models[:1])
+        self._penalties: list[Tensor] = []
         self._precision.apply(self.models)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
+        self._watch()
+
+    def _watch(self) -> None:
         guard.watch(self.optimizers, self)
+        weakref.finalize(self, self._windows.clear).atexit = False
 
     @property
     def _drops(self) -> bool:
@@ -114,9 +123,12 @@ class Amp:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The region of the forward. Running statistics are those to go back to if the step is skipped."""
-        self._forwards.begin(any(window.is_open for window in self._windows))
-        with self._region:
-            yield
+        self._forwards.enter()
+        try:
+            with self._region:
+                yield
+        finally:
+            self._forwards.leave()
 
     # --- The step -------------------------------------------------------------------------------------
 
@@ -138,14 +150,15 @@ class Amp:
         """
         self._backward(self._windows.of(optimizer), loss, **options)
 
-    def _backward(self, window: Window, loss: Tensor, marks: bool = True, **options: Any) -> None:
+    def _backward(self, window: Window, loss: Any, marks: bool = True, **options: Any) -> None:
         checks.check_loss(loss)
         if not self._forwards.were_in_region:
             self._forwards.were_in_region = True
-            if not self._precision.is_full or len(self._forwards):
+            if self._precision.has_region or len(self._forwards):
                 notes.warn(OUTSIDE)
-        self._forwards.had_backward()
         before = [(other, other.grad) for other in self._windows.others(window) if other.requires_grad]
+        # A view may be of memory that this backward writes to.
+        before = [(p, g.clone() if g is not None and g._is_view() else g) for p, g in before]
         # Naming its own to autograd (``inputs=``) would lose, without a word, the gradients of those inside
         # of a reentrant checkpoint.
         for parameter, _ in before:
@@ -158,6 +171,7 @@ class Amp:
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
+            self._windows.remark(window)
 
     def unscale(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """End the window's last micro-batch and make its gradients what the optimizer takes.
@@ -206,7 +220,7 @@ class Amp:
         said = self._said(clip_norm, scheduler)
         window = self._windows.of(optimizer)
         self._afterwards.settle_and_judge()
-        if callable(loss) and not isinstance(loss, Tensor):
+        if callable(loss) and not isinstance(loss, Tensor) and not isinstance(loss, nn.Module):
             evaluated = self._evaluated(window, loss, said["clip_norm"])
             return self._closed(window, evaluated, said["schedulers"])
         for one in window.optimizers:
@@ -268,9 +282,9 @@ class Amp:
 
     def grad(
         self,
-        outputs: Tensor,
+        outputs: Tensor | Sequence[Tensor],
         inputs: Tensor | Sequence[Tensor],
-        grad_outputs: Tensor | None = None,
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
         *,
         create_graph: bool = True,
         retain_graph: bool | None = None,
@@ -281,9 +295,17 @@ class Amp:
         For gradient penalties: scaled on the way through 16-bit formats where the precision needs it.
         Arguments are those of ``torch.autograd.grad``.
         """
-        given = torch.ones_like(outputs) if grad_outputs is None else grad_outputs
+        if grad_outputs is None:
+            given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            grad_outputs = [torch.ones_like(output) for output in given]
         scaler = self._windows.scaler()
-        return functional.grad(scaler, outputs, inputs, given, create_graph, retain_graph, allow_unused)
+        found = functional.grad(
+            scaler, outputs, inputs, grad_outputs, create_graph, retain_graph, allow_unused
+        )
+        if scaler.is_enabled():  # a loss of these may be infinite because the scale is too high
+            known = [one.detach().isfinite().all().logical_not() for one in found if one is not None]
+            self._penalties += [flag.float() for flag in known]
+        return found
 
     def get_scale(self, *, optimizer: torch.optim.Optimizer | None = None) -> float:
         """The loss scale of the next step; 1.0 where nothing is scaled. Waits for the device."""
@@ -294,8 +316,8 @@ class Amp:
         if window.is_unscaled:
             window.look_again()
         elif not window.divide_in_step():
-            window.unscale(marks=False)
-        refused, overflowed, present = window.verdict()
+            window.unscale()
+        refused, overflowed, present = window.verdict(self._penalties)
         if not (window.has_gradients or window.dropped) and not present.item():
             notes.warn(f"Amp.step: {NO_GRADIENTS}")
             done = window.nothing_done(NO_GRADIENTS)
@@ -336,23 +358,24 @@ class Amp:
 
     def _closed(self, window: Window, evidence: Evidence, schedulers: tuple[Any, ...]) -> StepResult:
         evidence.scale_after = window.next_scale()
-        self._forwards.settle(evidence.found_inf)
+        self._forwards.settle(evidence.found_inf, self._windows.others_wait(window))
         self._clear(window)
         averages = self.settings.ema is not None and self._averages(window)
         return self._afterwards.add(evidence, schedulers, averages)
 
     def _averages(self, window: Window) -> bool:
         mine = {id(parameter) for parameter in window.parameters()}
-        return any(id(parameter) in mine for parameter in self.models[0].parameters())
+        return any(id(parameter) in mine for parameter in self._of_first.parameters)
 
     def _clear(self, window: Window) -> None:
         window.clear()
-        if self._windows.nothing_waits():
-            self._forwards.forget()
+        self._penalties = []
 
     def _undo(self, window: Window) -> None:
         """Running statistics as they were, after a backward that failed or was not wanted."""
-        self._forwards.undo(window.is_fresh)
+        if window.is_fresh:
+            self._penalties = []
+        self._forwards.undo(not self._windows.nothing_waits())
 
     def waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients of ``optimizer`` are in a window, and this is not their step."""
@@ -392,4 +415,7 @@ class Amp:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        guard.watch(self.optimizers, self)
+        self._watch()
+
+    def __copy__(self) -> Amp:
+        raise StepError("two Amps cannot share their windows; use copy.deepcopy(amp), or make another Amp")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import floatplan as fp
 
-pytestmark = pytest.mark.filterwarnings("ignore:a loss came from outside")
+pytestmark = pytest.mark.filterwarnings("ignore:no amp.autocast")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

@@ -93,7 +93,7 @@ class GradScaler(FurtherCalls):
         """``output`` times the scale."""
         result: torch.Tensor = output * gradients.to_device(self._made_on(output.device), output.device)
         if output.dim() == 0 and len(self._losses) < MOST_LOSSES:
-            self._losses.append(output.detach())
+            self._losses.append(output.detach().clone() if output._is_view() else output.detach())
         if self._watched:
             self._backwards.follow(result)
         if self._outputs is not None:

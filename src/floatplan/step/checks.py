@@ -129,8 +129,8 @@ def schedulers_of(scheduler: object) -> tuple[Any, ...]:
         () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
     )
     for one in found:
-        if not callable(getattr(one, "step", None)):
-            raise StepError(f"scheduler must have a method step(), got a {type(one).__name__}")
+        if isinstance(one, type) or not callable(getattr(one, "step", None)):
+            raise StepError(f"scheduler must have a method step(), got {_kind(one)}")
         if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise StepError(
                 "ReduceLROnPlateau.step() needs a metric, which an Amp does not have; leave out scheduler= "
@@ -176,9 +176,11 @@ def check_parameters(models: Iterable[nn.Module], optimizers: Iterable[torch.opt
     """
     known = {id(p): name for model in models for name, p in model.named_parameters()}
     held: dict[int, int] = {}
+    # FSDP2 puts other parameters into its modules for the time between a forward and its backward.
+    is_sharded = any(hasattr(module, "unshard") for model in models for module in model.modules())
     for number, optimizer in enumerate(optimizers):
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in known for p in params):
+        if not any(id(p) in known for p in params) and not is_sharded:
             raise StepError(
                 f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of the models; was it "
                 "made before the model was moved or wrapped? Make it from model.parameters() afterwards"

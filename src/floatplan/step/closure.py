@@ -73,7 +73,7 @@ def step_with_closure(
                     "the function called backward() itself; an Amp does that: return the loss, not scaled"
                 )
             backward(loss)
-        window.unscale(marks=False)
+        window.unscale()
         found, overflowed, _ = window.verdict()
         if found.item():
             raise _NotFinite

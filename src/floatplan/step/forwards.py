@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,32 +25,28 @@ class Forwards:
     """
 
     def __init__(self, models: Iterable[nn.Module], buffers: Iterable[str], drops: bool) -> None:
-        models = list(models)
-        self._kept = Statistics(models, buffers)
-        self._of_micro_batch = Statistics(models, buffers) if drops else None
-        self._regions = self._backwards = 0
+        self._models = list(models)
+        self._kept = Statistics(self._models, buffers)
+        self._of_micro_batch = Statistics(self._models, buffers) if drops else None
+        self._regions = 0
         self.were_in_region = False
+        self._watch_loads()
 
     def __len__(self) -> int:
         """How many buffers are covered."""
         return len(self._kept)
 
-    def begin(self, in_micro_batch: bool) -> None:
-        """A region is entered, in the middle of a micro-batch or not."""
+    def enter(self) -> None:
+        """A region is entered."""
         self.were_in_region = True
-        if not torch.is_grad_enabled():
-            return
         self._regions += 1
-        if self._kept.taken:
-            self._kept.take_more()
-        else:
-            self._kept.take()
-        if self._of_micro_batch is not None and not in_micro_batch:
-            self._of_micro_batch.take()
+        for kept in (self._kept, self._of_micro_batch):
+            if kept is not None:
+                kept.take_more() if kept.taken else kept.take()
 
-    def had_backward(self) -> None:
-        """A forward takes part in the step."""
-        self._backwards += 1
+    def leave(self) -> None:
+        """The region is left."""
+        self._regions -= 1
 
     def end_micro_batch(self, is_dropped: bool) -> None:
         """Its statistics stay, or are put back."""
@@ -58,34 +56,59 @@ class Forwards:
                 kept.restore()
             kept.drop()
 
-    def settle(self, refused: bool | Tensor) -> None:
-        """The step was refused, so that statistics are put back, or not.
+    def settle(self, refused: bool | Tensor, others_wait: bool) -> None:
+        """A step is over: statistics are put back if it was refused.
 
-        They are put back, too, where a forward that had no part in the step has spoiled them, as one whose
-        loss the user has thrown away.
+        They are put back, too, where a forward has spoiled them that had no part in this step: one whose
+        loss was thrown away, or waits for a step of its own.
+
+        Args:
+            refused: whether it was; 0-dim where the host does not know.
+            others_wait: whether gradients of other windows do, so that this was not all since the first
+                forward. What there is now is then what they go back to.
         """
-        if not self._kept.taken:
-            return
-        spoiled = self._kept.spoiled() if self._regions > self._backwards else None
-        where = refused if isinstance(refused, Tensor) else None
-        if spoiled is not None:
-            where = spoiled if where is None else torch.maximum(where, spoiled.to(where.device))
-        if refused is True or (where is not None and where.device.type == "cpu" and bool(where.item())):
-            self._kept.restore()
-        elif where is not None and where.device.type != "cpu":
-            self._kept.restore(where)
+        if self._kept.taken:
+            spoiled = self._kept.spoiled()
+            where = refused if isinstance(refused, Tensor) else None
+            if spoiled is not None:
+                where = spoiled if where is None else torch.maximum(where, spoiled.to(where.device))
+            if refused is True or (where is not None and where.device.type == "cpu" and bool(where.item())):
+                self._kept.restore()
+            elif where is not None and where.device.type != "cpu":
+                self._kept.restore(where)
+        self._begin_anew(others_wait)
 
-    def undo(self, nothing_waits: bool) -> None:
-        """Statistics as they were before the micro-batch, or before the step of which nothing is left."""
+    def undo(self, others_wait: bool) -> None:
+        """A micro-batch, or all that there is of a step, was thrown away or has failed."""
         self.end_micro_batch(is_dropped=True)
-        if nothing_waits and self._kept.taken:
-            self._kept.restore()
-            self.forget()
+        if others_wait:
+            self.settle(False, others_wait)
+        else:
+            if self._kept.taken:
+                self._kept.restore()
+            self._begin_anew(others_wait)
+
+    def _begin_anew(self, others_wait: bool) -> None:
+        self._kept.drop()
+        if others_wait or self._regions:
+            self._kept.take()
+
+    # --- Loads ----------------------------------------------------------------------------------------
+
+    def _watch_loads(self) -> None:
+        for model in self._models:
+            if model not in _followers:
+                _followers[model] = weakref.WeakSet()
+                model.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+            _followers[model].add(self)
 
     def forget(self) -> None:
-        """The next forward is the first of a step."""
-        self._kept.drop()
-        self._regions = self._backwards = 0
+        """Statistics were loaded: what was kept before is out of date."""
+        for kept in (self._kept, self._of_micro_batch):
+            if kept is not None and kept.taken:
+                kept.take()
+
+    # --- State ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> list[Tensor]:
         """What is kept."""
@@ -94,3 +117,16 @@ class Forwards:
     def load_state_dict(self, state: list[Tensor]) -> None:
         """Keep what `state_dict` returned; StepError for that of another model."""
         self._kept.load_state_dict(state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch_loads()
+
+
+_followers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Forwards]] = weakref.WeakKeyDictionary()
+
+
+def _after_load(model: nn.Module, _: Any) -> None:
+    """A hook at module level, so that models that carry it can be pickled."""
+    for forwards in list(_followers.get(model, ())):
+        forwards.forget()

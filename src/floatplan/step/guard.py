@@ -18,7 +18,9 @@ class Waiting(Protocol):
         """Whether a step of ``optimizer`` now would be wrong."""
 
 
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Waiting]] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+# By id, since an optimizer may be one that cannot be hashed.
+_watched: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[weakref.ref[Waiting]]]] = {}
 
 
 def watch(optimizers: tuple[torch.optim.Optimizer, ...], waiting: Waiting) -> None:
@@ -28,21 +30,26 @@ def watch(optimizers: tuple[torch.optim.Optimizer, ...], waiting: Waiting) -> No
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    for key in [key for key, (optimizer, _) in _watched.items() if optimizer() is None]:
+        del _watched[key]
     for optimizer in optimizers:
+        known = _watched.get(id(optimizer))
         try:
-            _watched[optimizer] = weakref.ref(waiting)
-        except TypeError:  # a wrapper that cannot be hashed or referred to, which runs no hooks either
+            reference = weakref.ref(optimizer)
+        except TypeError:  # a wrapper of a kind that runs no hooks either
             continue
-
-
-_hooks: list[Any] = []
+        others = [one for one in known[1] if one() is not None] if known else []
+        _watched[id(optimizer)] = reference, [*others, weakref.ref(waiting)]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    reference = _watched.get(optimizer)
-    waiting = None if reference is None else reference()
-    if waiting is not None and waiting.waits_for_a_step(optimizer):
-        raise StepError(
-            f"{type(optimizer).__name__}.step() was called while gradients of an Amp wait for their step, "
-            "which are scaled and summed up; call amp.step() instead"
-        )
+    known = _watched.get(id(optimizer))
+    if known is None or known[0]() is not optimizer:
+        return
+    for reference in known[1]:
+        waiting = reference()
+        if waiting is not None and waiting.waits_for_a_step(optimizer):
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called while gradients of an Amp wait for their "
+                "step, which are scaled and summed up; call amp.step() instead"
+            )

@@ -55,7 +55,6 @@ class MicroBatches:
         self._names, self._drops, self._reduce = names, drops, reduce
         self._skips: int | Tensor = 0
         self._places: list[list[int]] = []
-        self._told = False
         self._forget()
 
     def _forget(self) -> None:
@@ -124,7 +123,8 @@ class MicroBatches:
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         self._note_scale()
         self.is_open = True
-        self._losses.append(loss.detach())
+        # Of a large tensor, a view would keep all of it for as long as the result is kept.
+        self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
         try:
             scaled.backward(**options)  # type: ignore[no-untyped-call]
         except BaseException as error:
@@ -141,16 +141,9 @@ class MicroBatches:
         self._marks = marks_of(self.parameters()) if marks else None
 
     def _begin(self) -> None:
-        found = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        if found:
-            self.clear()
-        if found and not self._told:
-            self._told = True
-            notes.warn(
-                f"{len(found)} parameters had gradients before the first backward of this step, which are "
-                "thrown away: an Amp zeroes gradients itself, and adds up those of its own backward() and "
-                "step() alone. Pass that loss to amp.backward(loss)",
-            )
+        for parameter in self.parameters():
+            parameter.grad = None
+        self._forget()
 
     def _note_scale(self) -> None:
         """Keep the scale of the first backward; it counts for all of the window."""
@@ -169,6 +162,11 @@ class MicroBatches:
                 "of both would be added up. Change it between steps; call amp.skip() to begin anew"
             )
 
+    def remark(self) -> None:
+        """Gradients were put back by the Amp itself."""
+        if self._marks is not None:
+            self._marks = marks_of(self.parameters())
+
     def _check_untouched(self, call: str) -> None:
         if self._marks is not None and not same(self._marks, marks_of(self.parameters())):
             raise StepError(
@@ -179,7 +177,9 @@ class MicroBatches:
             )
 
     def _set_sums_aside(self) -> None:
-        self._sums = {p: p.grad for p in self.parameters() if p.grad is not None}
+        # DistributedDataParallel writes the next gradient into the memory that its views share.
+        sums = {p: p.grad for p in self.parameters() if p.grad is not None}
+        self._sums = {p: grad.clone() if grad._is_view() else grad for p, grad in sums.items()}
         for parameter in self._sums:
             parameter.grad = None
 

@@ -54,6 +54,11 @@ class Precision:
         """Whether all is float32."""
         return self.asked is torch.float32
 
+    @property
+    def has_region(self) -> bool:
+        """Whether the region changes what operators run in; a plan does so on the modules."""
+        return not (self.is_full or isinstance(self.asked, Plan))
+
     def region(self) -> AbstractContextManager[Any]:
         """The region of the forward; that of float32 and of a plan keeps a region around it out."""
         if isinstance(self.asked, Plan) or self.is_full:

@@ -164,19 +164,22 @@ class Statistics:
             self._further[-1].take()
 
     def spoiled(self) -> torch.Tensor | None:
-        """Whether a value that is covered is not finite now: 0-dim float32, 1.0 or 0.0. None: nothing is."""
-        live = [
-            buffer
-            for group in self._groups
-            for place in group.places
-            if (buffer := place.held.get(place.key)) is not None and buffer.is_floating_point()
-        ]
+        """Whether running statistics that were finite are not any more: 0-dim float32, 1.0 or 0.0.
+
+        None where there are none. Buffers that the user has named may hold anything.
+        """
         flags = [more for one in self._further if (more := one.spoiled()) is not None]
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for buffer in live:
-            by_device.setdefault(buffer.device, []).append(buffer.detach().reshape(-1).float())
-        flags += [(~torch.isfinite(torch.cat(of_one)).all()).float() for of_one in by_device.values()]
-        return flags[0] if len(flags) == 1 else gradients.any_flag(flags, flags[0].device) if flags else None
+        for group in self._groups:
+            if group.kept is None or not group.kept.is_floating_point() or not group.places[0].of_norm:
+                continue
+            live = [place.held.get(place.key) for place in group.places]
+            there = [buffer.detach().reshape(-1).float() for buffer in live if buffer is not None]
+            if there:
+                lost = torch.isfinite(torch.cat(there)).all().logical_not()
+                flags.append((lost & torch.isfinite(group.kept).all()).float())
+        if len(flags) < 2:
+            return flags[0] if flags else None
+        return gradients.any_flag(flags, flags[0].device)
 
     def restore(self, where: torch.Tensor | None = None) -> None:
         """Put back what `take` kept, bit by bit. What was kept stays, and can be restored again.
@@ -219,13 +222,16 @@ class Statistics:
         Raises:
             StepError: the buffers are others, or in other modes (training, eval). Nothing is kept then.
         """
-        self.drop()
         if not state:
+            self.drop()
             return
+        before = self.taken, self._groups, [group.kept for group in self._groups]
         self.take()
         mine = [group.kept for group in self._groups if group.kept is not None]
         if [kept.shape for kept in mine] != [kept.shape for kept in state]:
-            self.drop()
+            self.taken, self._groups, kept_before = before
+            for group, value in zip(self._groups, kept_before, strict=True):
+                group.kept = value
             raise StepError(
                 "the state has running statistics of another model, or of modules in another mode; load it "
                 "into an equal model with the same modules in training mode"

@@ -35,7 +35,7 @@ def windows_of(state: object, optimizers: int) -> dict[tuple[int, ...], Mapping[
         raise StepError(
             f"this state has version {state.get('version')!r}; this floatplan reads version {VERSION}{hint}"
         )
-    statistics = state.get("statistics", [])
+    statistics = state.get("statistics")
     if not isinstance(statistics, list) or not all(isinstance(one, torch.Tensor) for one in statistics):
         raise StepError("the running statistics in the state are no list of tensors")
     found: dict[tuple[int, ...], Mapping[str, Any]] = {}

@@ -80,7 +80,7 @@ class Settings:
         self._check(isinstance(self.policy, Policy), "policy", "a fp.Policy")
         buffers: object = self.buffers
         self._check(
-            not isinstance(buffers, str) and all(isinstance(name, str) for name in self.buffers),
+            isinstance(buffers, tuple | list) and all(isinstance(name, str) for name in buffers),
             "buffers",
             "a tuple of names or globs",
         )

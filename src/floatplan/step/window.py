@@ -18,7 +18,7 @@ from floatplan.scaling.gradients import Batch, Flags
 from floatplan.scaling.measure import Part, flag_, measure, measured_divided, total_norm
 from floatplan.scaling.written import UPDATE, bound, fault
 from floatplan.step import notes
-from floatplan.step.marks import marks_of, same
+from floatplan.step.marks import marks_of
 from floatplan.step.micro_batches import MicroBatches
 from floatplan.step.names import placed
 
@@ -34,7 +34,7 @@ class Window(MicroBatches):
         scale = self.scale()
         return scale if isinstance(scale, Tensor) else gradients.number(scale, device)
 
-    def unscale(self, marks: bool = True) -> None:
+    def unscale(self) -> None:
         """Divide the sum by scale and micro-batches, and check that it is finite. Once per window.
 
         Raises:
@@ -67,7 +67,7 @@ class Window(MicroBatches):
                     torch._foreach_div_(batch.grads, count)
         self._look(batches, flags)
         self.is_unscaled = True
-        self._marks = marks_of(self.parameters()) if marks else None
+        self._marks = None
 
     def divide_in_step(self) -> bool:
         """Check the sum as it is, and leave the division by scale and micro-batches to the optimizers.
@@ -104,9 +104,7 @@ class Window(MicroBatches):
             self.scaler._lazy_init_scale_growth_tracker(device)
 
     def look_again(self) -> None:
-        """Check the gradients once more, if anybody has changed them since they were unscaled."""
-        if self._marks is None or same(self._marks, marks_of(self.parameters())):
-            return
+        """Check gradients that the user has unscaled once more: a change of theirs may leave no trace."""
         self._earlier += [flag for of_one in self._flags for flag in of_one.values()]
         batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
         first = self._measured
@@ -136,7 +134,14 @@ class Window(MicroBatches):
         self._flags, self._measured = flags, tuple(measured)
 
     def _check_dtypes(self, batches: Sequence[Sequence[Batch]]) -> None:
-        low = [p for of_one in batches for batch in of_one if batch.dtype in LOW for p in batch.params]
+        low = [
+            p
+            for of_one in batches
+            for batch in of_one
+            if batch.dtype in LOW
+            for p in batch.params
+            if p.dtype in LOW or batch.dtype is torch.float16
+        ]
         if low:
             names = [gradients.name_at(self._names.names, at, low[0].shape) for at in self._names.places(low)]
             raise StepError(
@@ -149,11 +154,14 @@ class Window(MicroBatches):
         """Whether unscaling met any gradient."""
         return any(self._flags)
 
-    def verdict(self) -> tuple[Tensor, Tensor, Tensor]:
+    def verdict(self, penalties: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """(refused, overflowed, has gradients), 0-dim float32, 1.0 or 0.0, the same on all ranks.
 
         Refused is a step of which any optimizer, on any rank, would write what is not finite; overflowed is
         one for which the scale was too high. A rank without gradients takes part all the same.
+
+        Args:
+            penalties: flags of gradients that a loss was made of, which overflowed under the scale.
         """
         flags = [flag for of_one in self._flags for flag in of_one.values()]
         device = self._device(flags)
@@ -163,6 +171,7 @@ class Window(MicroBatches):
         if self.scaler is not None and self._losses and (device.type != "cpu" or overflowed.item()):
             losses = [gradients.to_device(loss.reshape(()).float(), device) for loss in self._losses]
             failed = torch.stack(losses).isfinite().all().logical_not().float()
+            failed = failed * (gradients.any_flag(penalties, device) == 0)
         if self._fault is not None or (self.dropped and not self.counted):
             refused.fill_(1.0)
         present = gradients.number(bool(flags), device)

@@ -103,18 +103,33 @@ class Windows:
             self._sizes, self._others = sizes, {}
 
     def others(self, window: Window) -> list[Tensor]:
-        """Parameters of the models and of all optimizers that are not the window's own."""
+        """Parameters of the other optimizers, whose gradients a backward for this window leaves alone."""
         key = next(key for key, known in self._windows.items() if known is window)
         if key not in self._others:
             mine = {id(parameter) for parameter in window.parameters()}
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-            everything = [*self._names.parameters, *(p for group in groups for p in group["params"])]
-            self._others[key] = [p for p in everything if id(p) not in mine]
+            self._others[key] = [p for group in groups for p in group["params"] if id(p) not in mine]
         return self._others[key]
 
     def nothing_waits(self) -> bool:
         """Whether no window has gradients."""
         return all(window.is_fresh for window in self)
+
+    def others_wait(self, window: Window) -> bool:
+        """Whether any but ``window`` has gradients."""
+        return any(not other.is_fresh for other in self if other is not window)
+
+    def remark(self, window: Window) -> None:
+        """Gradients of the others were put back by the Amp itself."""
+        for other in self:
+            if other is not window:
+                other.remark()
+
+    def clear(self) -> None:
+        """Take the gradients of all windows away: they are scaled, and nobody is left to step with them."""
+        for window in self:
+            if not window.is_fresh:
+                window.clear()
 
     def wait_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients of ``optimizer`` are in a window."""
