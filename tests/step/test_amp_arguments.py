@@ -14,6 +14,7 @@ from torch import nn
 import floatplan as fp
 from floatplan.errors import StepError
 
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 PLAN = fp.Plan.parse('[default]\nprecision = "fp16"')
 
 
@@ -45,6 +46,9 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "ema": (lambda m: fp.Settings(ema=m), "ema must be an averaged model"),
     "buffers": (lambda m: fp.Settings(buffers="*.codebook"), "buffers must be a tuple"),
     "plan and policy": (lambda m: make(m, precision=PLAN, settings=SLOW), "a Plan has policies of its own"),
+    "no buffers": (lambda m: fp.Settings(buffers=None), "buffers must be a tuple"),
+    "a model for a loss": (lambda m: make(m).step(m), "the loss must be a tensor with a graph, got a Linear"),
+    "a class of schedulers": (lambda m: make(m).step(scheduler=PLATEAU), "the class ReduceLROnPlateau"),
     "an unscale of nothing": (lambda m: make(m).unscale(), r"unscale\(\) no backward\(\) since"),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,111 @@ def test_the_step_of_one_window_leaves_what_another_goes_back_to() -> None:
     assert amp.step(one(amp, d), optimizer=opt_d)
     assert not amp.step(loss(amp, g, INF), optimizer=opt_g)
     assert same(before, statistics(g))
+
+
+@pytest.mark.trouble("T47")
+def test_what_a_loss_of_a_later_step_has_spoiled_is_put_back() -> None:
+    """Two losses of one region, two steps: the first is taken, the second refused."""
+    g, d = with_norm(), with_norm()
+    opt_g, opt_d = sgd(g, lr=0.1), sgd(d, lr=0.1)
+    amp = fp.Amp([g, d], [opt_g, opt_d], "fp32")
+    with amp.autocast():
+        loss_d, loss_g = d(X).square().mean(), g(INF).square().mean()
+    assert amp.step(loss_d, optimizer=opt_d)
+    assert not amp.step(loss_g, optimizer=opt_g)
+    assert all(bool(buffer.isfinite().all()) for buffer in (*g.buffers(), *d.buffers()))
+
+
+@pytest.mark.trouble("T47")
+def test_a_thrown_away_forward_is_not_hidden_by_two_losses_of_another() -> None:
+    model = with_norm()
+    amp = fp.Amp(model, sgd(model, lr=0.1), "fp32")
+    loss(amp, model, INF)
+    with amp.autocast():
+        output = model(X)
+    amp.backward(output.mean(), retain_graph=True)
+    amp.backward(output.square().mean())
+    assert amp.step()
+    assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
+
+
+def test_windows_that_are_never_all_empty_go_back_one_step_not_all() -> None:
+    g, d = with_norm(), with_norm()
+    opt_g, opt_d = sgd(g, lr=0.1), sgd(d, lr=0.1)
+    amp = fp.Amp([g, d], [opt_g, opt_d], "fp32", accumulate=2)
+    amp.step(loss(amp, d, X), optimizer=opt_d)
+    for _ in range(10):
+        amp.step(loss(amp, g, X), optimizer=opt_g)
+        amp.step(loss(amp, d, X), optimizer=opt_d)
+    assert not amp.step(loss(amp, d, INF), optimizer=opt_d)
+    assert min(int(module[0].num_batches_tracked) for module in (g, d)) >= 9
+    assert all(bool(buffer.isfinite().all()) for buffer in (*g.buffers(), *d.buffers()))
+
+
+def test_a_skip_of_one_window_leaves_the_statistics_of_another() -> None:
+    g, d = with_norm(), with_norm()
+    opt_g, opt_d = sgd(g, lr=0.1), sgd(d, lr=0.1)
+    amp = fp.Amp([g, d], [opt_g, opt_d], "fp32", accumulate=2)
+    amp.step(loss(amp, d, X), optimizer=opt_d)
+    before = statistics(d)
+    amp.skip(optimizer=opt_g)
+    assert same(before, statistics(d))
+
+
+@pytest.mark.trouble("T26")
+def test_a_dropped_micro_batch_of_two_regions_takes_both_back_and_no_more() -> None:
+    model = with_norm()
+    settings = fp.Settings(on_bad_micro_batch="drop")
+    amp = fp.Amp(model, sgd(model, lr=0.1), "fp32", accumulate=3, settings=settings)
+    for x in (X, INF, X):
+        result = amp.step(loss(amp, model, X) + loss(amp, model, x))
+    assert result
+    assert model[0].num_batches_tracked == 4
+
+
+@pytest.mark.trouble("T47")
+def test_several_steps_in_one_region() -> None:
+    model = with_norm()
+    amp = fp.Amp(model, sgd(model, lr=0.1), "fp32")
+    with amp.autocast():
+        assert amp.step(model(X).square().mean())
+        before = statistics(model)
+        assert not amp.step(model(INF).square().mean())
+    assert same(before, statistics(model))
+
+
+@pytest.mark.trouble("T47")
+def test_a_teacher_that_runs_without_gradients_in_training_mode() -> None:
+    teacher, student = with_norm(), with_norm()
+    amp = fp.Amp([student, teacher], sgd(student), "fp32")
+    before = statistics(teacher)
+    with torch.no_grad(), amp.autocast():
+        target = teacher(INF)
+    with amp.autocast():
+        total = (student(X) - target).square().mean()
+    assert not amp.step(total)
+    assert same(before, statistics(teacher))
+
+
+def test_named_buffers_may_hold_what_is_not_finite() -> None:
+    model = with_norm()
+    model.register_buffer("best", torch.tensor(math.inf))
+    amp = fp.Amp(model, sgd(model, lr=0.1), "fp32", settings=fp.Settings(buffers=("best",)))
+    for _ in range(3):
+        loss(amp, model, X)
+        assert amp.step(loss(amp, model, X))
+    assert model[0].num_batches_tracked == 6
+
+
+def test_statistics_that_were_loaded_are_what_a_step_goes_back_to() -> None:
+    model, best = with_norm(), with_norm()
+    best[0].running_mean.fill_(5.0)
+    amp = fp.Amp(model, sgd(model), "fp32")
+    loss(amp, model, X)
+    model.load_state_dict(best.state_dict())
+    assert not amp.step(loss(amp, model, INF))
+    assert same(statistics(model), statistics(best))
+    pickle.dumps(model)
 
 
 @pytest.mark.trouble("T31")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -315,3 +316,88 @@ def test_lbfgs_without_a_function_and_functions_that_are_none() -> None:
         with pytest.raises(ZeroDivisionError):
             amp.step(lambda: model(ONES).sum() / (1 / 0))
     assert amp.step(lambda: model(ONES).square().sum())
+
+
+# --- Others' programs -------------------------------------------------------------------------------------
+
+
+def test_parameters_that_no_optimizer_holds_keep_their_gradients() -> None:
+    model = linear()
+    amp = fp.Amp(model, torch.optim.SGD([model.weight], lr=1.0), "fp32")
+    amp.backward(one(amp, model))
+    amp.backward(one(amp, model))
+    assert amp.step()
+    assert model.bias.grad is not None
+    assert model.bias.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_write_that_torch_does_not_count_is_seen_all_the_same() -> None:
+    model = linear()
+    amp = fp.Amp(model, sgd(model), "fp32")
+    amp.backward(one(amp, model))
+    amp.unscale()
+    assert model.bias.grad is not None
+    model.bias.grad.data[0] = math.nan
+    with moves(model, 0.0):
+        assert not amp.step()
+
+
+@pytest.mark.trouble("T30")
+def test_a_penalty_that_overflows_under_the_scale_lowers_it() -> None:
+    model = linear()
+    settings = fp.Settings(policy=POLICY, init_scale=2.0**24)
+    amp = fp.Amp(model, sgd(model, lr=1e-3), "fp16", settings=settings)
+    outcomes = []
+    for _ in range(40):
+        x = ONES.clone().requires_grad_()
+        with amp.autocast():
+            output = model(x) * 100
+        (gradient,) = amp.grad(output, x)
+        assert gradient is not None
+        outcomes.append(amp.step(output.float().mean() + (gradient.norm() - 1).square()))
+    assert not outcomes[0]
+    assert outcomes[-1]
+    assert [outcome.scale for outcome in outcomes[:3]] == [2.0**24, 2.0**23, 2.0**22]
+
+
+def test_gradients_of_an_amp_that_is_gone_are_gone_too() -> None:
+    model = linear()
+    optimizer = sgd(model)
+    amp = fp.Amp(model, optimizer, "fp16", accumulate=2, settings=SLOW)
+    amp.step(one(amp, model))
+    with pytest.raises(StepError, match="cannot share their windows"):
+        copy.copy(amp)
+    other = fp.Amp(model, optimizer, "fp16", settings=SLOW)
+    with pytest.raises(StepError, match="was called while gradients"):
+        optimizer.step()
+    del amp
+    with moves(model, 0.0):
+        optimizer.step()
+    with moves(model, 1.0):
+        assert other.step(one(other, model))
+
+
+def test_an_optimizer_without_a_hash() -> None:
+    class Plain(torch.optim.SGD):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    model = linear()
+    optimizer = Plain(model.parameters(), lr=1.0)
+    amp = fp.Amp(model, optimizer, "fp32")
+    amp.backward(one(amp, model))
+    with pytest.raises(StepError, match="was called while gradients"):
+        optimizer.step()
+    with moves(model, 1.0):
+        assert amp.step()
+
+
+def test_a_result_keeps_its_loss_alone() -> None:
+    model = linear()
+    amp = fp.Amp(model, sgd(model), "fp32")
+    with amp.autocast():
+        loss = model(ONES.expand(1000, 3)).flatten()[0]
+    result = amp.step(loss)
+    assert [kept.untyped_storage().nbytes() for kept in result._evidence.losses] == [4]  # type: ignore[attr-defined]

@@ -93,6 +93,7 @@ BAD_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a window of one twice": lambda state: {**state, "windows": {"0,0": of_window(state)}},
     "a window of a second one": lambda state: {**state, "windows": {"1": of_window(state)}},
     "statistics": lambda state: {**state, "statistics": [3]},
+    "no statistics": lambda state: {name: part for name, part in state.items() if name != "statistics"},
 }  # fmt: skip
 
 
@@ -117,3 +118,39 @@ def test_a_bad_state_changes_nothing(what: str) -> None:
         amp.load_state_dict(BAD_STATES[what](copy.deepcopy(amp.state_dict())))
     with moves(model, 1.0):
         assert amp.step(one(amp, model))
+
+
+@pytest.mark.trouble("T44")
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_hides_no_change_of_gradients(how: Any) -> None:
+    model = linear()
+    amp = fp.Amp(model, sgd(model), "fp32", accumulate=2)
+    amp.step(one(amp, model))
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 2
+    other, copied = how((model, amp))
+    with moves(other, 0.0), pytest.raises(StepError, match="gradients were changed"):
+        copied.flush()
+    amp.skip()
+    amp.step(one(amp, model))
+    amp.backward(one(amp, model))
+    amp.unscale()
+    assert model.bias.grad is not None
+    model.bias.grad *= math.nan
+    other, copied = how((model, amp))
+    with moves(other, 0.0):
+        assert not copied.step()
+
+
+def test_statistics_that_do_not_fit_leave_those_that_were_kept() -> None:
+    model, other = (nn.Sequential(nn.BatchNorm1d(size), nn.Linear(size, 2)) for size in (3, 4))
+    amp, small = fp.Amp(model, sgd(model), "fp32"), fp.Amp(other, sgd(other), "fp32")
+    before = [buffer.clone() for buffer in model.buffers()]
+    for a, m, size in ((small, other, 4), (amp, model, 3)):
+        with a.autocast():
+            loss = m(torch.full((2, size), math.inf)).sum()
+    with pytest.raises(StepError, match="running statistics of another model"):
+        amp.load_state_dict(small.state_dict())
+    assert not amp.step(loss)
+    assert all(map(torch.equal, before, model.buffers()))

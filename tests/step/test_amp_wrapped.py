@@ -139,11 +139,8 @@ def test_gradients_that_wait_in_a_bucket_survive_another_window() -> None:
             loss = d(g(x)).mean()
         amp.step(loss, optimizer=opt_g)
         for at, part in enumerate((plain_d, plain_g)):
-            loss = (
-                plain_d(plain_g(x).detach()).square().mean()
-                if part is plain_d
-                else plain_d(plain_g(x)).mean()
-            )
+            fake = plain_g(x)
+            loss = plain_d(fake.detach()).square().mean() if part is plain_d else plain_d(fake).mean()
             found = torch.autograd.grad(loss / 2, list(part.parameters()))
             sums[at] = [a + b for a, b in zip(sums[at], found, strict=True)] if sums[at] else list(found)
             if number % 2:

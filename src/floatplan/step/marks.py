@@ -23,7 +23,8 @@ def same(one: Marks, other: Marks) -> bool:
     """Whether the gradients are the same tensors, and nothing was written to them in between.
 
     Of views it cannot be told: DistributedDataParallel and FSDP put new ones, of the same values, in their
-    place in the forward. Nor is a write seen that torch does not count, as of ``torch.distributed.all_reduce``.
+    place in the forward. Nor is a write seen that torch does not count, such as that of
+    ``torch.distributed.all_reduce``.
     """
     return len(one) == len(other) and all(
         (mine is theirs and version == before) or mine._is_view() or theirs._is_view()

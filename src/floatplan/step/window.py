@@ -18,7 +18,7 @@ from floatplan.scaling.gradients import Batch, Flags
 from floatplan.scaling.measure import Part, flag_, measure, measured_divided, total_norm
 from floatplan.scaling.written import UPDATE, bound, fault
 from floatplan.step import notes
-from floatplan.step.marks import marks_of
+from floatplan.step.marks import marks_of, same
 from floatplan.step.micro_batches import MicroBatches
 from floatplan.step.names import placed
 
@@ -284,12 +284,15 @@ class Window(MicroBatches):
     def __getstate__(self) -> dict[str, Any]:
         """With the gradients: a copy of a parameter has none."""
         grads = [] if self.is_fresh else [parameter.grad for parameter in self.parameters()]
-        return {**self.__dict__, "_marks": None, "_scale_mark": None, "_grads": grads}
+        untouched = self._marks is None or same(self._marks, marks_of(self.parameters()))
+        hidden = {"_marks": None, "_scale_mark": None}
+        return {**self.__dict__, **hidden, "_grads": grads, "_untouched": untouched}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        grads = state.pop("_grads")
+        grads, untouched = state.pop("_grads"), state.pop("_untouched")
         self.__dict__.update(state)
         if not self.is_fresh:
             for parameter, grad in zip(self.parameters(), grads, strict=True):
                 parameter.grad = grad
-            self._marks = marks_of(self.parameters())
+            if not self.is_unscaled:
+                self._marks = marks_of(self.parameters()) if untouched else []
