@@ -344,20 +344,29 @@ def test_a_write_that_torch_does_not_count_is_seen_all_the_same() -> None:
 
 @pytest.mark.trouble("T30")
 def test_a_penalty_that_overflows_under_the_scale_lowers_it() -> None:
-    model = linear()
-    settings = fp.Settings(policy=POLICY, init_scale=2.0**24)
-    amp = fp.Amp(model, sgd(model, lr=1e-3), "fp16", settings=settings)
+    torch.manual_seed(0)
+    critic = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    with torch.no_grad():
+        critic[2].weight.mul_(30)
+    amp = fp.Amp(critic, sgd(critic, lr=1e-4), "fp16", settings=fp.Settings(policy=POLICY))
     outcomes = []
-    for _ in range(40):
+    while not outcomes or not outcomes[-1]:
         x = ONES.clone().requires_grad_()
         with amp.autocast():
-            output = model(x) * 100
-        (gradient,) = amp.grad(output, x)
+            score = critic(x)
+        (gradient,) = amp.grad(score, x)
         assert gradient is not None
-        outcomes.append(amp.step(output.float().mean() + (gradient.norm() - 1).square()))
-    assert not outcomes[0]
-    assert outcomes[-1]
-    assert [outcome.scale for outcome in outcomes[:3]] == [2.0**24, 2.0**23, 2.0**22]
+        outcomes.append(amp.step(score.float().mean() + (gradient.norm() - 1).square()))
+        assert len(outcomes) < 16
+    assert outcomes[0].reason.startswith("forward: the loss is not finite")
+    assert [outcome.scale for outcome in outcomes[:2]] == [2.0**16, 2.0**15]
+
+
+@pytest.mark.trouble("T30")
+def test_gradients_that_overflow_at_any_scale_leave_it() -> None:
+    model = linear()
+    amp = fp.Amp(model, sgd(model), "fp16", settings=SLOW)
+    assert amp.step(one(amp, model) * math.nan).next_scale == 4096.0
 
 
 def test_gradients_of_an_amp_that_is_gone_are_gone_too() -> None:
