@@ -92,7 +92,7 @@ BAD_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a window of no optimizer": lambda state: {**state, "windows": {"-1": of_window(state)}},
     "a window of one twice": lambda state: {**state, "windows": {"0,0": of_window(state)}},
     "a window of a second one": lambda state: {**state, "windows": {"1": of_window(state)}},
-    "statistics": lambda state: {**state, "statistics": [3]},
+    "statistics": lambda state: {**state, "statistics": {"step": [3], "micro_batch": []}},
     "no statistics": lambda state: {name: part for name, part in state.items() if name != "statistics"},
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -65,7 +65,8 @@ class Evidence:
         value: what the optimizer returned.
         calibrated: whether a step had succeeded before: a bool, or a 0-dim tensor that is not 0 if so.
         min_scale: the lowest scale there is.
-        too_large: why a finite gradient is refused that is above the optimizer's bound.
+        too_large: why a finite gradient is refused that is above the optimizer's bound; of several
+            optimizers, by the place of the parameter.
         fault: the setting for which the step was refused; None if there is none.
         losses: of the step, not scaled, one element each.
         changed: the same as ``measured`` of gradients that were changed since; empty where they were not.
@@ -83,7 +84,7 @@ class Evidence:
     value: Any
     calibrated: bool | torch.Tensor = True
     min_scale: float = 0.0
-    too_large: str = OVERFLOW
+    too_large: str | Mapping[int, str] = OVERFLOW
     fault: str | None = None
     losses: Sequence[torch.Tensor] = ()
     changed: Measured = ()
@@ -138,7 +139,8 @@ class Evidence:
                 last = max(bad)
                 culprit = name_at(self.names, last, bad[last][0])
                 if not forward_failed and all(is_finite for _, is_finite in bad.values()):
-                    reason = f"overflow: {self.too_large}"
+                    why = self.too_large
+                    reason = f"overflow: {why if isinstance(why, str) else why[last]}"
                 elif not forward_failed and was_changed:
                     reason = CHANGED
         return StepFacts(

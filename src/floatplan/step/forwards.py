@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Forwards:
         self._kept = Statistics(self._models, buffers)
         self._of_micro_batch = Statistics(self._models, buffers) if drops else None
         self._regions = 0
+        self._was_loaded = False
         self.were_in_region = False
         self._watch_loads()
 
@@ -39,6 +40,7 @@ class Forwards:
     def enter(self) -> None:
         """A region is entered."""
         self.were_in_region = True
+        self._was_loaded = False
         self._regions += 1
         for kept in (self._kept, self._of_micro_batch):
             if kept is not None:
@@ -103,20 +105,26 @@ class Forwards:
             _followers[model].add(self)
 
     def forget(self) -> None:
-        """Statistics were loaded: what was kept before is out of date."""
+        """Statistics were loaded: what was kept before is out of date, unless it was loaded, too."""
+        if self._was_loaded:
+            return
         for kept in (self._kept, self._of_micro_batch):
             if kept is not None and kept.taken:
                 kept.take()
 
     # --- State ----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> list[Tensor]:
-        """What is kept."""
-        return self._kept.state_dict()
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """What is kept, from before the step and from before the micro-batch."""
+        of_micro_batch = [] if self._of_micro_batch is None else self._of_micro_batch.state_dict()
+        return {"step": self._kept.state_dict(), "micro_batch": of_micro_batch}
 
-    def load_state_dict(self, state: list[Tensor]) -> None:
-        """Keep what `state_dict` returned; StepError for that of another model."""
-        self._kept.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, list[Tensor]]) -> None:
+        """Keep what `state_dict` returned; StepError, with nothing changed, for that of another model."""
+        self._kept.load_state_dict(state["step"])
+        if self._of_micro_batch is not None:
+            self._of_micro_batch.load_state_dict(state["micro_batch"])
+        self._was_loaded = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

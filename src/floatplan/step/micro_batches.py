@@ -71,7 +71,7 @@ class MicroBatches:
         self._flags: list[Flags] = []
         self._earlier: list[Tensor] = []
         self._fault: str | None = None
-        self._too_large = UPDATE
+        self._too_large: list[str] = []
         self._measured: Measured = ()
         self._changed: Measured = ()
         self._divisor: Tensor | None = None
@@ -252,7 +252,10 @@ class MicroBatches:
     def evidence(self, refused: bool | Tensor, value: Any) -> Evidence:
         """Of a step that was taken or refused."""
         self._skips = (self._skips + 1) * refused
-        return self._evidence(refused, self._measured, self._losses, value)
+        losses = self._losses
+        if self.dropped and not self.counted and not self._overflowed:
+            losses = [torch.tensor(torch.inf)]  # no scale would have helped any of the micro-batches
+        return self._evidence(refused, self._measured, losses, value)
 
     def _evidence(
         self,
@@ -275,13 +278,23 @@ class MicroBatches:
             value,
             calibrated,
             lowest,
-            self._too_large,
+            self._why_too_large(),
             self._fault,
             tuple(losses),
             self._changed,
             prefix=prefix,
             shared=self._reduce is not None,
         )
+
+    def _why_too_large(self) -> str | dict[int, str]:
+        """Why gradients may be refused that are finite; of several optimizers, by the parameter's place."""
+        if len(set(self._too_large)) < 2:
+            return self._too_large[0] if self._too_large else UPDATE
+        return {
+            place: reason
+            for number, reason in enumerate(self._too_large)
+            for place in self._places_of(number)
+        }
 
     def _places_of(self, number: int) -> list[int]:
         """Where the parameters of an optimizer stand in the models."""

@@ -14,6 +14,7 @@ from floatplan.step.window import Window
 VERSION = 1
 _COUNTS = ("counted", "dropped", "skips")
 _FLAGS = ("is_open", "is_unscaled", "overflowed", "forward_failed")
+_KEPT = ("step", "micro_batch")
 _TORCH_SCALER = "growth_factor"
 
 
@@ -36,8 +37,9 @@ def windows_of(state: object, optimizers: int) -> dict[tuple[int, ...], Mapping[
             f"this state has version {state.get('version')!r}; this floatplan reads version {VERSION}{hint}"
         )
     statistics = state.get("statistics")
-    if not isinstance(statistics, list) or not all(isinstance(one, torch.Tensor) for one in statistics):
-        raise StepError("the running statistics in the state are no list of tensors")
+    kept = [statistics.get(name) for name in _KEPT] if isinstance(statistics, Mapping) else [None]
+    if not all(isinstance(of_one, list) and all(map(torch.is_tensor, of_one)) for of_one in kept):
+        raise StepError("the running statistics in the state are no lists of tensors")
     found: dict[tuple[int, ...], Mapping[str, Any]] = {}
     for name, window in state["windows"].items():
         try:

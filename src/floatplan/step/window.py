@@ -16,7 +16,7 @@ from floatplan.errors import StepError
 from floatplan.scaling import gradients, self_scaling
 from floatplan.scaling.gradients import Batch, Flags
 from floatplan.scaling.measure import Part, flag_, measure, measured_divided, total_norm
-from floatplan.scaling.written import UPDATE, bound, fault
+from floatplan.scaling.written import bound, fault
 from floatplan.step import notes
 from floatplan.step.marks import marks_of, same
 from floatplan.step.micro_batches import MicroBatches
@@ -116,10 +116,11 @@ class Window(MicroBatches):
     ) -> None:
         """Measure gradients as they are when they are divided by ``divisor``, and set what is not fine."""
         measured: list[Any] = []
-        self._fault = None
+        limits = [bound(optimizer) for optimizer in self.optimizers]
+        self._too_large, self._fault = [limit.reason for limit in limits], None
         with torch.no_grad():
             for number, (optimizer, of_one) in enumerate(zip(self.optimizers, batches, strict=True)):
-                limit = bound(optimizer)
+                limit = limits[number]
                 if divisor is None:
                     found = measure(of_one, limit)
                 else:
@@ -130,7 +131,6 @@ class Window(MicroBatches):
                 flag_(flags[number], found)
                 measured += found
                 self._fault = self._fault or fault(optimizer, {batch.dtype for batch in of_one})
-                self._too_large = limit.reason if limit.reason != UPDATE else self._too_large
         self._flags, self._measured = flags, tuple(measured)
 
     def _check_dtypes(self, batches: Sequence[Sequence[Batch]]) -> None:
@@ -227,6 +227,7 @@ class Window(MicroBatches):
         """Adjust the scale after the step. One that was refused for another reason leaves it as it is."""
         if self.scaler is None:
             return
+        self._make_scale(overflowed.device)
         state = self.scaler._per_optimizer_states[id(self)]
         state["found_inf_per_device"] = {overflowed.device: overflowed}
         held = (refused != 0) & (overflowed == 0)
@@ -259,8 +260,11 @@ class Window(MicroBatches):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned and `floatplan.step.saved.check_window` has checked."""
-        self.clear()
+        """Take over what `state_dict` returned and `floatplan.step.saved.check_window` has checked.
+
+        Gradients that are there stay, unless the state has others: they may be another window's.
+        """
+        self._forget()
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state["scaler"]))
         self.counted, self.dropped, self._skips = state["counted"], state["dropped"], state["skips"]

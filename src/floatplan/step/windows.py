@@ -163,7 +163,7 @@ class Windows:
         for key, of_window in found.items():
             saved.check_window(of_window, windows[key])
         before()
-        for window in self:
+        for window in (*self, *windows.values()):
             window.clear()
         self._windows = windows
         for key, of_window in found.items():
