@@ -68,6 +68,8 @@ def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 _ROW = 4096
 _SMALL = 2048
+_TINY = 2.0**-50
+"""Norms below this are added up in float64: in float32 the squares they are made of may be lost."""
 
 
 def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,7 +107,8 @@ def _total_on_cpu(batch: Batch) -> float:
     """Norm of all gradients; if it is finite, they are. It may not be where they are, only very large."""
     wide = torch.promote_types(batch.dtype, torch.float32)
     pieces = [_shortened(tensor, wide) for tensor in _joined(batch.grads)]
-    return math.hypot(*_torch.norms(pieces, wide).tolist())
+    norm = math.hypot(*_torch.norms(pieces, wide).tolist())
+    return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist()) if norm < _TINY else norm
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +117,8 @@ def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[to
     norms = _torch.norms([_shortened(tensor, wide) for tensor in tensors], wide).double()
     finite = torch.isfinite(norms)
     if finite.all():
-        return norms, finite
+        tiny = bool((norms < _TINY).any())
+        return _torch.norms(tensors, torch.float64) if tiny else norms, finite
     return _torch.norms(tensors, torch.float64), torch.isfinite(_peaks(tensors))
 
 
