@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -78,6 +79,23 @@ class LossScale:
             return self.tracker == self.growth_interval
         interval = self.regrowth_interval if self.scale < self.best else self.growth_interval
         return self.tracker >= interval
+
+    def state(self) -> dict[str, Any]:
+        """The ``state_dict`` of a scaler."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.tracker,
+            "min_scale": self.min_scale,
+            "max_scale": self.max_scale,
+            "hysteresis": self.hysteresis,
+            "regrowth_interval": self.regrowth_interval or 0,
+            "_overflows": self.overflows,
+            "_best_scale": self.best,
+            "_skips_in_a_row": self.skips,
+        }
 
     def _move(self, scale: float) -> None:
         """To ``scale`` or the limit before it."""

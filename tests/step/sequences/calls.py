@@ -15,10 +15,22 @@ from sequences.optimizers import same
 @contextmanager
 def warns(words: Sequence[str] = ()) -> Iterator[None]:
     """Exactly these warnings, in order."""
+    with warnings_of() as said:
+        yield
+    check_said(said, words)
+
+
+@contextmanager
+def warnings_of() -> Iterator[list[str]]:
+    """A list that has the warnings afterwards."""
+    said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield
-    said = [str(warning.message) for warning in caught]
+        yield said
+    said += [str(warning.message) for warning in caught]
+
+
+def check_said(said: Sequence[str], words: Sequence[str]) -> None:
     assert len(said) == len(words), said
     assert all(part in message for part, message in zip(words, said, strict=True)), said
 

@@ -115,7 +115,8 @@ class Alone:
     """
 
     def __init__(self, kinds: Sequence[Kind], dtype: torch.dtype = torch.float32) -> None:
-        self.params = [list(Part(dtype).parameters()) for _ in kinds]
+        self.parts = nn.ModuleList(Part(dtype) for _ in kinds)
+        self.params = [list(part.parameters()) for part in self.parts]
         self.optimizers = [kind.make(params) for kind, params in zip(kinds, self.params, strict=True)]
         self.scheduler = scheduler_of(self.optimizers[0])
         self.largest = [[p.detach().abs().clamp(min=1.0) for p in params] for params in self.params]
@@ -139,7 +140,9 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.S
 
 def same(one: Any, other: Any) -> bool:
     """Bit for bit, in nested states; NaN is NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
         alike = (one.shape, one.dtype) == (other.shape, other.dtype)
         return alike and bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, dict):

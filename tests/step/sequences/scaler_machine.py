@@ -426,7 +426,7 @@ class ScalerMachine(RuleBasedStateMachine):
             return
         state = self.scaler.state_dict()
         assert f32(self.scaler.get_scale()) == f32(state["scale"]) == self.known.scale.scale
-        assert {**state, "scale": self.known.scale.scale} == self.known.state()
+        assert {**state, "scale": self.known.scale.scale} == self.known.scale.state()
         for at, one in enumerate(self.known.optimizers):
             grads = [param.grad for param in self.params(at)]
             assert same(grads, narrow(one.gradients)), (grads, one.gradients)

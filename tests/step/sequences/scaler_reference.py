@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from loss_scale import LossScale
 from sequences.gradients import (
@@ -265,21 +264,3 @@ class KnownScaler:
             self.is_made, self.told = False, set()
         for one in self.optimizers:
             one.skips = None
-
-    def state(self) -> dict[str, Any]:
-        """The scaler's ``state_dict``."""
-        known = self.scale
-        return {
-            "scale": known.scale,
-            "growth_factor": known.growth_factor,
-            "backoff_factor": known.backoff_factor,
-            "growth_interval": known.growth_interval,
-            "_growth_tracker": known.tracker,
-            "min_scale": known.min_scale,
-            "max_scale": known.max_scale,
-            "hysteresis": known.hysteresis,
-            "regrowth_interval": known.regrowth_interval or 0,
-            "_overflows": known.overflows,
-            "_best_scale": known.best,
-            "_skips_in_a_row": known.skips,
-        }

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from sequences.amp_wrong import FullAmpMachine
 from sequences.optimizers import KINDS
 from sequences.scaler_machine import ScalerMachine
 
@@ -16,7 +17,7 @@ FEW = 300
 CALLS = 40
 """In a sequence, at most."""
 
-MACHINES: list[type[RuleBasedStateMachine]] = [ScalerMachine]
+MACHINES: list[type[RuleBasedStateMachine]] = [ScalerMachine, FullAmpMachine]
 
 
 @pytest.mark.trouble("T02")

@@ -1,0 +1,435 @@
+"""Random legal and illegal calls on `fp.Amp`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor, nn
+
+import floatplan as fp
+from floatplan.errors import ScalingError
+from loss_scale import LossScale
+from sequences.amp_reference import Key, KnownAmp, Result, no_gradients
+from sequences.calls import changes_nothing, check_said, warnings_of
+from sequences.gradients import Coefficients, coefficients, loss_of, narrow, taken_by
+from sequences.known_faults import (
+    DROPPED_FUNCTION,
+    KNOWN_FAULTS,
+    LOAD_CLEARS_WINDOWS,
+    LOAD_KEEPS_WINDOWS,
+    SAVED_IN_MICRO_BATCH,
+)
+from sequences.ledger import Ledger, agrees
+from sequences.optimizers import KINDS, SHAPES, Alone, Part, check_weights, same, scheduler_of
+
+POLICY = fp.Policy.unified(slow_kernels=True)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"hysteresis": 2},
+    {"hysteresis": 2, "regrowth_interval": 1},
+    {"min_scale": 2.0**14, "max_scale": 2.0**18},
+]
+X = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[0.0, 5.0], [2.0, 2.5]], [[math.inf, 1.0], [1.0, -1.0]]])
+"""Batches for the norm; the last one spoils its statistics."""
+
+who = st.sampled_from([None, 0, 1])
+each = st.lists(coefficients, min_size=2, max_size=2)
+clips = st.sampled_from([None, None, None, 0.3, 2.0])
+
+
+class Model(nn.Module):
+    """The parameters of each optimizer, and a norm with running statistics."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(count))
+        self.norm = nn.BatchNorm1d(2, affine=False)
+
+
+class AmpMachine(RuleBasedStateMachine):
+    """One or two optimizers, the first of ``name``, that step together or, in some machines, alone too."""
+
+    name = "sgd"
+
+    @initialize(
+        second=st.sampled_from([None, *(name for name, kind in KINDS.items() if not kind.is_lbfgs)]),
+        precision=st.sampled_from(["fp16", "fp16", "bf16", "fp32"]),
+        accumulate=st.integers(1, 3),
+        drops=st.booleans(),
+        clip=clips,
+        factors=st.sampled_from([(2.0, 0.5), (2.0, 0.5), (1.5, 0.7)]),
+        interval=st.integers(1, 3),
+        limits=st.sampled_from(LIMITS),
+        max_skips=st.integers(1, 3),
+        raises=st.booleans(),
+        alone=st.booleans(),
+    )
+    def start(
+        self,
+        second: str | None,
+        precision: Any,
+        accumulate: int,
+        drops: bool,
+        clip: float | None,
+        factors: tuple[float, float],
+        interval: int,
+        limits: dict[str, Any],
+        max_skips: int,
+        raises: bool,
+        alone: bool,
+    ) -> None:
+        both = [self.name] if second is None or KINDS[self.name].is_lbfgs else [self.name, second]
+        self.kinds, self.precision = [KINDS[name] for name in both], precision
+        self.clip = None if self.kinds[0].is_lbfgs else clip  # whose curvatures would be those of clipping
+        self.alone = alone and len(both) > 1
+        self.acted: list[fp.StepResult] = []
+        self.settings: dict[str, Any] = {
+            "growth_factor": factors[0],
+            "backoff_factor": factors[1],
+            "growth_interval": interval,
+            "max_consecutive_skips": max_skips,
+            "on_skips": "raise" if raises else lambda result: self.acted.append(result),
+            "on_bad_micro_batch": "drop" if drops else "skip",
+            "policy": POLICY,
+            **limits,
+        }
+        scale = LossScale(65536.0, *factors, interval, **limits) if precision == "fp16" else None
+        fresh = [no_gradients() for _ in both]
+        self.known = KnownAmp(self.kinds, scale, accumulate, drops, max_skips, raises, fresh)
+        self.ledger = Ledger()
+        self.make()
+        self.save()
+
+    def make(self) -> None:
+        """Fresh objects."""
+        self.model = Model(len(self.kinds))
+        parts = zip(self.kinds, self.model.parts, strict=True)
+        self.optimizers = [kind.make(part.parameters()) for kind, part in parts]
+        self.scheduler = scheduler_of(self.optimizers[0])
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)
+        settings = fp.Settings(ema=self.ema, **self.settings)
+        self.amp = fp.Amp(
+            self.model,
+            self.optimizers,
+            self.precision,
+            accumulate=self.known.accumulate,
+            clip_norm=self.clip,
+            settings=settings,
+        )
+
+    def target(self, who: int | None) -> tuple[Key, dict[str, Any]]:
+        """Which optimizers are meant, and the argument that says so."""
+        count = len(self.kinds)
+        if who is None or (count > 1 and not self.alone):
+            return tuple(range(count)), {}
+        return (who % count,), {"optimizer": self.optimizers[who % count]}
+
+    def params(self, at: int) -> list[Tensor]:
+        return list(self.model.parts[at].parameters())
+
+    def named(self) -> dict[str, Any]:
+        """All objects with a state, but for the Amp."""
+        optimizers = {f"optimizer{at}": optimizer for at, optimizer in enumerate(self.optimizers)}
+        return {"model": self.model, **optimizers, "scheduler": self.scheduler, "ema": self.ema}
+
+    def written(self) -> Any:
+        """What only a step that is taken may write."""
+        return copy.deepcopy([one.state_dict() for one in self.named().values()])
+
+    def everything(self) -> Any:
+        state = self.amp.state_dict()
+        # One that nothing has happened to is as good as none.
+        windows = {name: window for name, window in state["windows"].items() if window != self.untouched}
+        grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        # What is kept to go back to is taken anew by the first forward of a window.
+        fresh = all(window.is_fresh for window in self.known.windows.values())
+        statistics = [] if fresh else state["statistics"]
+        return self.written(), grads, {**state, "windows": windows, "statistics": statistics}
+
+    @property
+    def seen(self) -> set[Key]:
+        """Windows that the Amp has."""
+        names = self.amp.state_dict()["windows"]
+        return {tuple(map(int, name.split(","))) for name in names}
+
+    @property
+    def untouched(self) -> dict[str, Any]:
+        scale = self.known.fresh_scale
+        scaler = {} if scale is None else scale.state()
+        return {"counted": 0, "dropped": 0, "skips": 0, "scaler": scaler, "grads": {}}
+
+    # --- Steps ----------------------------------------------------------------------------------------
+
+    def forward(self, key: Key, batch: int) -> None:
+        """Through the norm; windows that run beside each other would share its statistics."""
+        if self.alone:
+            return
+        with self.amp.autocast():
+            self.model.norm(X[batch])
+        dtype = DTYPES.get(self.precision)
+        region = nullcontext() if dtype is None else fp.autocast("cpu", dtype, policy=POLICY)
+        with region:
+            self.known.forward(key)(X[batch])
+
+    def loss_of(self, gradients: list[Coefficients]) -> Tensor:
+        """Of all optimizers, also those that are not meant."""
+        pairs = enumerate(zip(self.kinds, gradients, strict=False))
+        return sum(loss_of(self.params(at), of_one) for at, (_, of_one) in pairs)  # type: ignore[return-value]
+
+    def fitting(self, gradients: list[Coefficients]) -> list[Coefficients]:
+        return [taken_by(kind, of_one) for kind, of_one in zip(self.kinds, gradients, strict=False)]
+
+    def may_begin(self, key: Key) -> bool:
+        """Whether a backward is legal."""
+        return not (self.kinds[0].is_lbfgs or self.known.is_barred(key) or self.known.window(key).is_unscaled)
+
+    def outcome(
+        self,
+        call: Callable[[], fp.StepResult | None],
+        known: Callable[[fp.StepResult | None], Result],
+        read: bool,
+    ) -> None:
+        """Hold a call beside what the reference says of it, who may look at the result."""
+        self.acted.clear()
+        before, result, error = self.written(), None, None
+        with warnings_of() as said:
+            try:
+                result = call()
+            except ScalingError as raised:
+                error = raised
+        expected, words = known(result if read else None)
+        check_said(said, words)
+        acts = self.known.acts(expected)
+        assert (error is not None) is (acts and self.known.raises)
+        assert len(self.acted) == (acts and not self.known.raises)
+        for seen in self.acted:
+            agrees(seen, expected)
+        if not expected.stepped:
+            assert same(self.parameters_of(before), self.parameters_of(self.written()))
+        if result is not None:
+            self.ledger.add(result, expected, read)
+
+    @staticmethod
+    def parameters_of(written: Any) -> Any:
+        """Without the running statistics, which `agrees_always` looks at."""
+        model, *others = written
+        return {name: value for name, value in model.items() if "norm" not in name}, others[:-1]
+
+    @rule(
+        who=who,
+        gradients=each,
+        batch=st.integers(0, 1),
+        clip=clips,
+        scheduled=st.booleans(),
+        read=st.booleans(),
+    )
+    def micro_batch(
+        self,
+        who: int | None,
+        gradients: list[Coefficients],
+        batch: int,
+        clip: float | None,
+        scheduled: bool,
+        read: bool,
+    ) -> None:
+        key, target = self.target(who)
+        if not self.may_begin(key):
+            return
+        gradients = self.fitting(gradients)
+        is_bad = any(not math.isfinite(v) for of_one in gradients for vs in of_one for v in vs or ())
+        self.forward(key, 2 if is_bad else batch)
+        loss = self.loss_of(gradients)
+        clips_at = self.clip if clip is None else clip
+        scheduled &= 0 in key
+        scheduler = self.scheduler if scheduled else None
+
+        def known(result: fp.StepResult | None) -> Result:
+            self.known.backward(key, gradients)
+            return self.known.step(key, clips_at, norm_in(result), scheduled)
+
+        self.outcome(
+            lambda: self.amp.step(loss, clip_norm=clip, scheduler=scheduler, **target),
+            known,
+            read or clips_at is not None,
+        )
+
+    @rule(who=who, gradients=each, batch=st.integers(0, 1))
+    def backward(self, who: int | None, gradients: list[Coefficients], batch: int) -> None:
+        key, target = self.target(who)
+        if self.may_begin(key):
+            gradients = self.fitting(gradients)
+            self.forward(key, batch)
+            self.amp.backward(self.loss_of(gradients), **target)
+            self.known.backward(key, gradients)
+
+    @rule(who=who)
+    def unscale(self, who: int | None) -> None:
+        key, target = self.target(who)
+        window = self.known.window(key)
+        if self.known.is_barred(key) or not window.has_backward:
+            return
+        if window.is_unscaled or self.known.is_last(key):
+            self.amp.unscale(**target)
+            self.known.unscale(key)
+
+    @rule(who=who, clip=clips, scheduled=st.booleans(), read=st.booleans(), flushes=st.booleans())
+    def step(self, who: int | None, clip: float | None, scheduled: bool, read: bool, flushes: bool) -> None:
+        key, target = self.target(who)
+        window = self.known.window(key)
+        if self.known.is_barred(key):
+            return
+        call: Any = self.amp.flush if flushes else self.amp.step
+        if window.is_fresh:
+            with changes_nothing(self.everything):
+                assert self.amp.flush(clip_norm=clip, **target) is None
+            return
+        if not (flushes or window.has_backward):
+            return
+        clips_at = self.clip if clip is None else clip
+        scheduled &= 0 in key
+        scheduler = self.scheduler if scheduled else None
+        ends = self.known.finish if flushes else self.known.step
+        self.outcome(
+            lambda: call(clip_norm=clip, scheduler=scheduler, **target),
+            lambda result: ends(key, clips_at, norm_in(result), scheduled),
+            read or clips_at is not None,
+        )
+
+    @rule(who=who)
+    def skip(self, who: int | None) -> None:
+        key, target = self.target(who)
+        if not self.known.is_barred(key):
+            self.amp.skip(**target)
+            self.known.skip(key)
+
+    @rule(
+        bad_at=st.integers(0, 4),
+        bad=st.sampled_from([math.inf, math.nan]),
+        scheduled=st.booleans(),
+        who=who,
+    )
+    def step_with_function(self, bad_at: int, bad: float, scheduled: bool, who: int | None) -> None:
+        key, target = self.target(who)
+        if len(key) > 1 or self.known.is_barred(key) or not self.known.window(key).is_fresh:
+            return
+        (at,) = key
+        if self.known.drops and DROPPED_FUNCTION in KNOWN_FAULTS:
+            bad_at = 0
+        kind, params = self.kinds[at], self.params(at)
+        evaluations = 0
+        ordinary: Coefficients = ((0.25, -0.5), (1.0, 0.5, 2.0))
+        spoiled: Coefficients = tuple((bad,) * size for (size,) in SHAPES)
+
+        def function() -> Tensor:
+            nonlocal evaluations
+            evaluations += 1
+            is_bad = evaluations == bad_at
+            if not kind.is_lbfgs:
+                return loss_of(params, spoiled if is_bad else ordinary)
+            loss = sum((param - 1.0).square().sum() for param in params) / 2
+            return loss + loss_of(params, spoiled) if is_bad else loss
+
+        def known(result: fp.StepResult | None) -> Result:
+            is_bad = 0 < bad_at <= evaluations
+            if kind.is_lbfgs:
+                expected, words = self.known.closed(key, is_bad), []
+                expected.grad_norm = None if result is None else result.grad_norm
+            else:
+                taken = spoiled if is_bad else ordinary
+                self.known.backward(key, [taken] * len(self.kinds))
+                expected, words = self.known.finish(key, self.clip, norm_in(result), scheduled)
+            expected.value = None if result is None else result.value
+            return expected, words
+
+        scheduled &= at == 0
+        scheduler = self.scheduler if scheduled else None
+        self.outcome(lambda: self.amp.step(function, scheduler=scheduler, **target), known, True)
+
+    # --- State ----------------------------------------------------------------------------------------
+
+    def is_well_saved(self) -> bool:
+        windows = self.known.windows.values()
+        in_micro_batch = any(window.has_backward for window in windows)
+        shared = len(self.known.windows) > 1 and not all(window.is_fresh for window in windows)
+        return not (
+            (in_micro_batch and SAVED_IN_MICRO_BATCH in KNOWN_FAULTS)
+            or (shared and LOAD_CLEARS_WINDOWS in KNOWN_FAULTS)
+        )
+
+    @rule()
+    def save(self) -> None:
+        if not self.is_well_saved():
+            return
+        self.saved = copy.deepcopy((self.written(), self.amp.state_dict(), self.known))
+
+    @rule(fresh=st.booleans())
+    def load(self, fresh: bool) -> None:
+        """Back to what was saved, in these objects or in others."""
+        states, amp, known = copy.deepcopy(self.saved)
+        more = self.amp.state_dict()["windows"].keys() - amp["windows"].keys()
+        if fresh or (more and LOAD_KEEPS_WINDOWS in KNOWN_FAULTS):
+            self.make()
+        for one, state in zip((*self.named().values(), self.amp), (*states, amp), strict=True):
+            one.load_state_dict(state)
+        self.known = known
+
+    @rule(how=st.sampled_from(["state", "state", "file"]))
+    def reload(self, how: str) -> None:
+        """Go on in fresh objects, in mid-window too."""
+        if not self.is_well_saved():
+            return
+        old, amp, states = self.named(), self.amp, copy.deepcopy((self.written(), self.amp.state_dict()))
+        self.make()
+        if how == "state":
+            for one, state in zip((*self.named().values(), self.amp), (*states[0], states[1]), strict=True):
+                one.load_state_dict(state)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "last.pt"
+            fp.save(path, amp, rng=False, **old)
+            fp.load(path, self.amp, rng=False, **self.named())
+
+    # --- What holds always ----------------------------------------------------------------------------
+
+    @invariant()
+    def agrees_always(self) -> None:
+        if not hasattr(self, "known"):
+            return
+        for at, known in enumerate(self.known.gradients):
+            grads = [param.grad for param in self.params(at)]
+            assert same(grads, narrow(known)), (grads, known)
+        windows = self.amp.state_dict()["windows"]
+        for key in self.known.windows:
+            mine = windows.get(",".join(map(str, key)), self.untouched)
+            assert {name: value for name, value in mine.items() if name != "grads"} == self.known.state(key)
+        assert same(self.model.norm.state_dict(), self.known.statistics.copied())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "known"):
+            return
+        self.ledger.check()
+        params = [self.params(at) for at in range(len(self.kinds))]
+        check_weights(self.kinds, params, self.optimizers, self.known.steps)
+        if self.kinds[0].is_lbfgs:
+            return
+        alone = Alone(self.kinds)
+        average = torch.optim.swa_utils.AveragedModel(alone.parts)
+        alone.run(self.known.steps, lambda: average.update_parameters(alone.parts))
+        assert self.ema.n_averaged == average.n_averaged
+        assert same(list(self.ema.parameters()), list(average.parameters()))
+        assert self.scheduler.get_last_lr() == alone.scheduler.get_last_lr()
+
+
+def norm_in(result: fp.StepResult | None) -> float | None:
+    return None if result is None else result.grad_norm
