@@ -86,6 +86,17 @@ def test_a_refused_call_does_not_hinder_a_copy() -> None:
     assert copy.deepcopy(scaler).get_scale() == 4.0
 
 
+def test_a_scale_that_is_set_forgets_the_overflows_also_of_a_copy() -> None:
+    param, optimizer, scaler = make(hysteresis=2)
+    scaler.scale((param * math.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.state_dict()["_overflows"] == 1
+    other = copy.deepcopy(scaler)
+    other.update(8.0)
+    assert other.state_dict()["_overflows"] == 0
+
+
 def test_norms_of_tiny_gradients() -> None:
     """Their squares are 0 in float32."""
     param, optimizer, scaler = make()

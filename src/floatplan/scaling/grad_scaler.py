@@ -341,6 +341,7 @@ class GradScaler(FurtherCalls):
         if self._scale is None and self._growth_tracker is None:
             if new_scale is not None:
                 self._init_scale = float(self._wanted_scale(new_scale))
+                self._memory.scale_was_set()
             self._end_iteration(self._init_scale)
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")

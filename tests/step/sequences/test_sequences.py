@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from sequences.amp_wrong import FullAmpMachine
 from sequences.optimizers import KINDS
-from sequences.scaler_machine import ScalerMachine
+from sequences.scaler_wrong import FullScalerMachine
 
 FEW = 300
 CALLS = 40
 """In a sequence, at most."""
 
-MACHINES: list[type[RuleBasedStateMachine]] = [ScalerMachine, FullAmpMachine]
+MACHINES: list[type[RuleBasedStateMachine]] = [FullScalerMachine, FullAmpMachine]
 
 
 @pytest.mark.trouble("T02")
