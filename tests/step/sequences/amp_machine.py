@@ -133,6 +133,16 @@ class AmpMachine(AmpSetup):
             read or clips_at is not None,
         )
 
+    @rule(
+        who=who, several=st.lists(each, min_size=2, max_size=8), scheduled=st.booleans(), read=st.booleans()
+    )
+    def micro_batches(
+        self, who: int | None, several: list[list[Coefficients]], scheduled: bool, read: bool
+    ) -> None:
+        """An ordinary loop."""
+        for number, gradients in enumerate(several):
+            self.micro_batch(who, gradients, number % 2, None, scheduled, read)
+
     @rule(who=who, gradients=each, batch=st.integers(0, 1))
     def backward(self, who: int | None, gradients: list[Coefficients], batch: int) -> None:
         key, target = self.target(who)
@@ -289,6 +299,7 @@ class AmpMachine(AmpSetup):
     def teardown(self) -> None:
         if not hasattr(self, "known"):
             return
+        self.tally.update(["sequences", *self.ledger.kinds()])
         self.ledger.check()
         params = [self.params(at) for at in range(len(self.kinds))]
         check_weights(self.kinds, params, self.optimizers, self.known.steps)

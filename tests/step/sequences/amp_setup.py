@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class AmpSetup(RuleBasedStateMachine):
     """One or two optimizers, the first of ``name``, that step together or, in some machines, alone too."""
 
     name = "sgd"
+    tally: Counter[str] = Counter()  # noqa: RUF012
 
     @initialize(
         second=st.sampled_from([None, *(name for name, kind in KINDS.items() if not kind.is_lbfgs)]),

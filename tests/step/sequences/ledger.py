@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,11 @@ class Ledger:
         if read:
             agrees(result, expected)
         self._kept.append((result, expected, _all_fields(result) if read else None))
+
+    def kinds(self) -> Iterator[str]:
+        """What each result was, in a word or two."""
+        for _, expected, _ in self._kept:
+            yield expected.reason.split(":")[0]
 
     def check(self) -> None:
         for result, expected, at_once in self._kept:

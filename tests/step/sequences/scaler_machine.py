@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class ScalerMachine(RuleBasedStateMachine):
     """One or two optimizers under one scaler; the first is of ``name``."""
 
     name = "sgd"
+    tally: Counter[str] = Counter()  # noqa: RUF012
 
     @initialize(
         second=st.sampled_from([None, *(name for name, kind in KINDS.items() if not kind.is_lbfgs)]),
@@ -152,9 +154,16 @@ class ScalerMachine(RuleBasedStateMachine):
                 torch.testing.assert_close(mine, known, rtol=1e-6, atol=1e-44)
                 one.gradients[place] = mine  # the norm is right to six digits, and so is what it clips to
 
-    @rule(at=number, read=st.booleans(), faulty=st.sampled_from([False] * 7 + [True]))
-    def step(self, at: int, read: bool, faulty: bool) -> None:
+    @rule(
+        at=number,
+        gradients=st.one_of(st.none(), coefficients),
+        read=st.booleans(),
+        faulty=st.sampled_from([False, False, False, True]),
+    )
+    def step(self, at: int, gradients: Coefficients | None, read: bool, faulty: bool) -> None:
         at, one = self.one(at)
+        if gradients is not None:
+            self.backward(at, gradients)
         if one.stage == STEPPED or one.is_skipped or not (self.known.may_unscale or one.is_empty):
             return
         optimizer = self.optimizers[at]
@@ -254,13 +263,14 @@ class ScalerMachine(RuleBasedStateMachine):
     def update(self) -> None:
         self.updated(None, None)
 
-    @rule(gradients=st.lists(coefficients, min_size=2, max_size=2), read=st.booleans())
-    def iterate(self, gradients: list[Coefficients], read: bool) -> None:
-        """An ordinary iteration, after what there is in this one."""
-        for at, of_one in enumerate(gradients[: len(self.kinds)]):
-            self.backward(at, of_one)
-            self.step(at, read, False)
-        self.update()
+    @rule(several=st.lists(st.tuples(coefficients, coefficients), min_size=1, max_size=6), read=st.booleans())
+    def iterate(self, several: list[tuple[Coefficients, ...]], read: bool) -> None:
+        """Ordinary iterations, the first after what there is in this one."""
+        for gradients in several:
+            for at, of_one in enumerate(gradients[: len(self.kinds)]):
+                self.backward(at, of_one)
+                self.step(at, None, read, False)
+            self.update()
 
     @rule(new=st.sampled_from(NEW_SCALES), as_tensor=st.booleans())
     def update_to(self, new: float, as_tensor: bool) -> None:
@@ -349,6 +359,7 @@ class ScalerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "known"):
+            self.tally.update(["sequences", *self.ledger.kinds()])
             self.ledger.check()
             params = [self.params(at) for at in range(len(self.kinds))]
             check_weights(self.kinds, params, self.optimizers, self.known.steps)

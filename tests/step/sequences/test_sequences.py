@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
@@ -20,6 +23,21 @@ CALLS = 40
 MACHINES: list[type[RuleBasedStateMachine]] = [FullScalerMachine, FullAmpMachine]
 
 
+@pytest.fixture(scope="module")
+def tallies(figure: Callable[[str], None]) -> Iterator[dict[str, Counter[str]]]:
+    """What the sequences of each machine came to; printed at the end."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    yield counts
+    for machine, tally in counts.items():
+        figure(
+            f"{machine}: "
+            + ", ".join(
+                f"{tally[what]} {what}"
+                for what in sorted(tally, key=lambda what: (what != "sequences", what))
+            )
+        )
+
+
 @pytest.mark.trouble("T02")
 @pytest.mark.trouble("T06")
 @pytest.mark.trouble("T12")
@@ -28,9 +46,17 @@ MACHINES: list[type[RuleBasedStateMachine]] = [FullScalerMachine, FullAmpMachine
 @pytest.mark.trouble("T25")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_sequences(machine: type[RuleBasedStateMachine], name: str, request: pytest.FixtureRequest) -> None:
+def test_sequences(
+    machine: type[RuleBasedStateMachine],
+    name: str,
+    tallies: dict[str, Counter[str]],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Decisions, scale and gradients are known after every call; in the end weights are, too."""
     wanted = int(request.config.getoption("--sequences"))
-    of_kind = type(f"{machine.__name__} of {name}", (machine,), {"name": name})
+    of_kind = type(
+        f"{machine.__name__} of {name}", (machine,), {"name": name, "tally": tallies[machine.__name__]}
+    )
     run_state_machine_as_test(
         of_kind,
         settings=settings(
