@@ -23,6 +23,7 @@ from sequences.calls import changes_nothing, check_said, warnings_of
 from sequences.gradients import Coefficients, coefficients, loss_of, narrow, taken_by
 from sequences.known_faults import (
     DROPPED_FUNCTION,
+    FAULTY_SETTING,
     KNOWN_FAULTS,
     LOAD_CLEARS_WINDOWS,
     LOAD_KEEPS_WINDOWS,
@@ -132,6 +133,19 @@ class AmpMachine(AmpSetup):
             known,
             read or clips_at is not None,
         )
+
+    @rule(who=who, gradients=each, read=st.booleans())
+    def micro_batch_with_a_faulty_setting(
+        self, who: int | None, gradients: list[Coefficients], read: bool
+    ) -> None:
+        if FAULTY_SETTING in KNOWN_FAULTS:
+            return
+        key, _ = self.target(who)
+        group = self.optimizers[key[0]].param_groups[0]
+        rate, group["lr"] = group["lr"], math.nan
+        self.known.is_faulty = True
+        self.micro_batch(who, gradients, 0, None, False, read)
+        group["lr"], self.known.is_faulty = rate, False
 
     @rule(
         who=who, several=st.lists(each, min_size=2, max_size=8), scheduled=st.booleans(), read=st.booleans()

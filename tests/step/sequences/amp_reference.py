@@ -29,7 +29,7 @@ from sequences.known_faults import (
     SKIPPED_STATISTICS,
 )
 from sequences.ledger import Expected
-from sequences.optimizers import SHAPES, SQUARE, Gradients, Kind, Step
+from sequences.optimizers import LR_IS_NAN, SHAPES, SQUARE, Gradients, Kind, Step
 
 Key = tuple[int, ...]
 """Numbers of the optimizers that step together."""
@@ -115,6 +115,7 @@ class KnownAmp:
         raises: it acts by raising.
         gradients: of each optimizer, as they lie in ``.grad``.
         steps: that were taken.
+        is_faulty: a learning rate is NaN for now.
     """
 
     kinds: list[Kind]
@@ -127,6 +128,7 @@ class KnownAmp:
     windows: dict[Key, KnownWindow] = field(default_factory=dict)
     statistics: Statistics = field(default_factory=Statistics)
     steps: list[Step] = field(default_factory=list)
+    is_faulty: bool = False
 
     def window(self, key: Key) -> KnownWindow:
         if key not in self.windows:
@@ -238,6 +240,8 @@ class KnownAmp:
             if MIXED_REASON in KNOWN_FAULTS:
                 kind = next((self.kinds[at] for at in key if self.kinds[at].too_large == SQUARE), kind)
             expected.reason = self._reason(window, window.found[member], kind, all_finite)
+        elif self.is_faulty:
+            expected.stepped, expected.reason = False, LR_IS_NAN
         else:
             expected.value = None if len(key) == 1 else (None,) * len(key)  # what the optimizers return
             gradients = {member: self.gradients[member] for member in key}
@@ -275,7 +279,7 @@ class KnownAmp:
         window = self.window(key)
         window.skips = 0 if expected.stepped else window.skips + 1
         expected.skips_in_a_row = window.skips
-        if window.scale is not None:
+        if window.scale is not None and (expected.stepped or expected.found_inf):
             window.scale.succeeded() if expected.stepped else window.scale.overflowed()
         expected.next_scale = window.number
         self.clear(key)

@@ -20,6 +20,7 @@ DROPPED_FUNCTION = (
 FLUSH_TAKES_ANY_NORM = "flush() does not refuse a clip_norm of 0 or less, which step() refuses"
 REFUSED_STATISTICS = "load_state_dict that refuses statistics has dropped those to go back to"
 BROKEN_STATES = "load_state_dict of a state that is broken raises other errors, or changes a part"
+FAULTY_SETTING = "a setting that is NaN counts as an overflow: the scale backs off, and the reason is another"
 
 KNOWN_FAULTS = frozenset(
     {
@@ -35,5 +36,6 @@ KNOWN_FAULTS = frozenset(
         FLUSH_TAKES_ANY_NORM,
         REFUSED_STATISTICS,
         BROKEN_STATES,
+        FAULTY_SETTING,
     }
 )

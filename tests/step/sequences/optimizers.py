@@ -15,6 +15,7 @@ from loss_scale import FLOAT32_MAX
 
 SQUARE = "the square of a gradient does not fit the format of the optimizer's state"
 UPDATE = "what the optimizer makes of a gradient does not fit its format"
+LR_IS_NAN = "setting: lr=nan of param_groups[0] is not finite"
 SHAPES = ((2,), (3,))
 START = ((1.0, -2.0), (0.5, 0.25, -1.0))
 GAMMA = 0.9

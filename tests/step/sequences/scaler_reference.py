@@ -18,11 +18,10 @@ from sequences.gradients import (
     scaled,
 )
 from sequences.ledger import Expected
-from sequences.optimizers import SHAPES, Gradients, Kind, Step
+from sequences.optimizers import LR_IS_NAN, SHAPES, Gradients, Kind, Step
 
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 NO_GRADIENTS = "no gradients: none of 2 parameters has one"
-LR_IS_NAN = "setting: lr=nan of param_groups[0] is not finite"
 
 
 @dataclass
