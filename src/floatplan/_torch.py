@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.multiprocessing.reductions
 import torch.utils.checkpoint
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -304,3 +305,12 @@ def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torc
     Public functions take one tensor each; an accelerator runs these in a few kernels for all.
     """
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything but floatplan runs before or after the ``step`` of ``optimizer``."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            return True
+    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    return any(getattr(hook, "__module__", "").partition(".")[0] != "floatplan" for hook in of_all)

@@ -23,6 +23,7 @@ FloatplanWarning (a UserWarning)
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -88,3 +89,19 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     if not matches:
         return ""
     return "; did you mean " + " or ".join(repr(match) for match in matches) + "?"
+
+
+def users_line(*further: str) -> int:
+    """``stacklevel`` for a warning of the caller, such that it points at the user's line.
+
+    Args:
+        further: packages, besides this one, whose lines are not the user's.
+    """
+    ours = (__name__.partition(".")[0], *further)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ours:
+        above = frame.f_back
+        if above is None:
+            break
+        level, frame = level + 1, above
+    return level

@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from floatplan.engine import Plan, autocast
-from floatplan.errors import FloatplanWarning, ScalingError, StepError
-from floatplan.records import KnownStep, StepFacts, StepResult
-from floatplan.scaling import GradScaler
-from floatplan.step.checks import check_parameters, checked_count, checked_norm, checked_precision
+from floatplan.engine import Plan
+from floatplan.errors import StepError
+from floatplan.records import StepResult
+from floatplan.scaling import GradScaler, functional
+from floatplan.scaling.evidence import Evidence
+from floatplan.step import checks, guard, notes, saved
+from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import step_with_closure
-from floatplan.step.rollback import Statistics
+from floatplan.step.forwards import Forwards
+from floatplan.step.optimize import needs_function, step_all
+from floatplan.step.precision import Precision as InForce
 from floatplan.step.settings import Settings
-from floatplan.step.window import Names, Reduce, Window, gradients_kept
+from floatplan.step.window import Window
+from floatplan.step.windows import Windows
 
 ACCUMULATING = "accumulating"
-
-Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
-
-
-GRAD_SCALE = 2.0**10
-"""Largest scale of `Amp.grad`: the gradient of a sum is 1, and its multiples must fit into fp16."""
-
 NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
 
+OUTSIDE = (
+    "a loss came from outside of amp.autocast(): its forward ran in the dtypes of the weights, and a step "
+    "that is skipped cannot put running statistics back. Write: with amp.autocast(): loss = ..."
+)
 
-def _number(scale: float | Tensor) -> float:
-    return scale.item() if isinstance(scale, Tensor) else scale
-
-
-def _needs_scale(precision: torch.dtype | Plan) -> bool:
-    if isinstance(precision, Plan):
-        return "fp16" in (precision.default, *(rule.precision for rule in precision.rules))
-    return precision is torch.float16
-
-
-def _reduce_over(group: Any) -> Reduce:
-    def reduce(flag: Tensor) -> None:
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
-
-    return reduce
+Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
 
 
 class Amp:
@@ -91,39 +78,40 @@ class Amp:
         group: Any = None,
         settings: Settings | None = None,
     ) -> None:
-        self.models = (models,) if isinstance(models, nn.Module) else tuple(models)
-        self.optimizers = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
+        self.models = checks.models_of(models)
+        self.optimizers = checks.optimizers_of(optimizers)
+        if settings is not None and not isinstance(settings, Settings):
+            raise StepError(f"settings must be fp.Settings(...), got a {type(settings).__name__}")
         self.settings = Settings() if settings is None else settings
-        self.accumulate, self.clip_norm = checked_count(accumulate), checked_norm(clip_norm)
-        check_parameters(self.models, self.optimizers)
-        self._precision = checked_precision(precision)
-        self._device_type = self.settings.device_type or next(
+        self.accumulate = checks.checked_count(accumulate)
+        self.clip_norm = checks.checked_norm(clip_norm)
+        checks.check_parameters(self.models, self.optimizers)
+        device_type = self.settings.device_type or next(
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
-        self._region = self._make_region()
-        self._scaler = scaler
-        self._names = Names.of(self.models)
-        self._reduce = None if group is None else _reduce_over(group)
-        self._windows: dict[tuple[int, ...], Window] = {}
-        self._statistics = Statistics(self.models, self.settings.buffers)
-        self._waiting: list[tuple[StepResult, Any]] = []
-        if isinstance(precision, Plan):
-            for model in self.models:
-                precision.apply(model, self._device_type)
+        self._precision = InForce(precision, device_type, self.settings, scaler)
+        self._region = self._precision.region()
+        self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
+        self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
+        self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
+        self._stepping = False
+        self._precision.apply(self.models)
+        guard.watch(self.optimizers, self._waits_for_a_step)
+
+    @property
+    def _drops(self) -> bool:
+        return self.settings.on_bad_micro_batch == "drop"
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return f"Amp({self._precision}, {kinds}, accumulate={self.accumulate})"
 
     # --- The region -----------------------------------------------------------------------------------
-
-    def _make_region(self) -> AbstractContextManager[Any]:
-        if isinstance(self._precision, Plan) or self._precision is torch.float32:
-            return nullcontext()
-        return autocast(self._device_type, self._precision, policy=self.settings.policy)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The region of the forward. Running statistics are those to go back to if the step is skipped."""
-        if all(window.is_fresh for window in self._windows.values()):
-            self._settle()
-            self._statistics.take()
+        self._forwards.begin(any(window.is_open for window in self._windows))
         with self._region:
             yield
 
@@ -134,37 +122,67 @@ class Amp:
     ) -> None:
         """Add the gradients of ``loss`` to the micro-batch, scaled where the precision needs it.
 
+        It is `step` that ends a micro-batch: gradients of several calls before it add up.
+
         Args:
-            loss: 0-dim, not scaled.
+            loss: one number, not scaled.
             optimizer: whose parameters it is for, if not for all; gradients of others stay as they are.
             options: of ``Tensor.backward`` (``retain_graph``, ``create_graph``).
 
         Raises:
-            StepError: the window is unscaled already, or the optimizer is not of this Amp.
+            StepError: the loss is none, the window is unscaled already, its gradients were changed by others
+                since the last call, or the optimizer is not of this Amp.
         """
-        window = self._window(optimizer)
+        self._backward(self._windows.of(optimizer), loss, **options)
+
+    def _backward(self, window: Window, loss: Tensor, marks: bool = True, **options: Any) -> None:
+        checks.check_loss(loss)
+        if not self._forwards.were_in_region:
+            self._forwards.were_in_region = True
+            if not self._precision.is_full or len(self._forwards):
+                notes.warn(OUTSIDE)
+        self._forwards.had_backward()
         mine = {id(parameter) for parameter in window.parameters()}
-        others = [
-            p for model in self.models for p in model.parameters() if id(p) not in mine and p.requires_grad
-        ]
-        with gradients_kept(others):
-            window.backward(loss, **options)
+        others = [p for p in self._all_parameters() if id(p) not in mine and p.requires_grad]
+        before = [(parameter, parameter.grad) for parameter in others]
+        # Naming mine to autograd (``inputs=``) would lose, without a word, the gradients of those inside of a
+        # reentrant checkpoint.
+        for parameter in others:
+            parameter.grad = None
+        try:
+            window.backward(loss, marks, **options)
+        except BaseException:
+            self._undo(window)
+            raise
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def _all_parameters(self) -> Iterator[Tensor]:
+        for model in self.models:
+            yield from model.parameters()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def unscale(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """End the window's last micro-batch and make its gradients what the optimizer takes.
 
-        For code that looks at them or changes them before `step`.
+        For code that looks at them or changes them before `step`, which checks them again.
 
         Raises:
             StepError: more micro-batches are to come before the step, or there was no backward.
         """
-        window = self._window(optimizer)
-        self._check_has_backward(window)
-        if window.counted + window.dropped + 1 < self.accumulate:
+        window = self._windows.of(optimizer)
+        checks.check_has_backward(window.is_open or window.is_unscaled, "unscale()")
+        seen = window.counted + window.dropped
+        if seen + window.is_open < self.accumulate:
             raise StepError(
-                f"unscale() came in micro-batch {window.counted + window.dropped + 1} of {self.accumulate}; "
-                "gradients are unscaled once, after the last"
+                f"unscale() came in micro-batch {seen + window.is_open} of {self.accumulate}, each of which "
+                "ends with step(); gradients are unscaled once, in the last"
             )
+        if window.is_open:
+            self._forwards.end_micro_batch(window.close_micro_batch("unscale") is not None)
         window.unscale()
 
     def step(
@@ -178,32 +196,41 @@ class Amp:
         """Backward of ``loss``, and, where it ends a window, the step: all of it or nothing.
 
         Args:
-            loss: 0-dim, not scaled; None after `backward`; or, for an optimizer that evaluates the model
+            loss: one number, not scaled; None after `backward`; or, for an optimizer that evaluates the model
                 several times (L-BFGS), a function that returns the loss and calls no backward.
             optimizer: steps alone; by default all step together.
             clip_norm: in place of the Amp's.
-            scheduler: its ``step`` is called if the optimizer stepped.
+            scheduler: one or several, whose ``step`` is called once if the optimizer stepped.
 
         Returns:
             What was done: reason "accumulating" until the window ends.
 
         Raises:
-            StepError: there was no backward.
+            StepError: there was no backward, or an argument does not fit. Nothing has changed then.
             ScalingError: too many steps in a row were skipped.
         """
-        window = self._window(optimizer)
-        clip_norm = self.clip_norm if clip_norm is None else checked_norm(clip_norm)
-        self._settle()
+        said = self._said(clip_norm, scheduler)
+        window = self._windows.of(optimizer)
+        self._afterwards.settle_and_judge()
         if callable(loss) and not isinstance(loss, Tensor):
-            return self._closed(window, step_with_closure(window, loss, self.autocast, clip_norm), scheduler)
+            evaluated = self._evaluated(window, loss, said["clip_norm"])
+            return self._closed(window, evaluated, said["schedulers"])
+        for one in window.optimizers:
+            if needs_function(one):
+                raise StepError(
+                    f"{type(one).__name__} evaluates the model several times in a step: pass a function that "
+                    "returns the loss, amp.step(lambda: loss_fn(model(x), y))"
+                )
         if loss is not None:
-            self.backward(loss, optimizer=optimizer)
-        self._check_has_backward(window)
+            self._backward(window, loss, marks=self.accumulate > 1)
+        checks.check_has_backward(window.is_open or window.is_unscaled, "step()")
+        window.said = said
         if not window.is_unscaled:
-            window.close_micro_batch()
+            left_out = window.close_micro_batch()
+            self._forwards.end_micro_batch(left_out is not None)
             if window.counted + window.dropped < self.accumulate:
-                return StepResult(KnownStep(StepFacts(False, False, ACCUMULATING, _number(window.scale()))))
-        return self._finish(window, clip_norm, scheduler)
+                return StepResult(left_out or window.nothing_done(ACCUMULATING))
+        return self._finish(window, **said)
 
     def flush(
         self,
@@ -212,136 +239,129 @@ class Amp:
         clip_norm: float | None = None,
         scheduler: Any = None,
     ) -> StepResult | None:
-        """Step with the micro-batches seen so far, as at the end of an epoch; None where there are none."""
-        window = self._window(optimizer)
-        self._settle()
+        """Step with the micro-batches seen so far, as at the end of an epoch; None where there are none.
+
+        Arguments that are left out are those of the last `step` in the window.
+        """
+        said = self._said(clip_norm, scheduler)
+        window = self._windows.of(optimizer)
+        self._afterwards.settle_and_judge()
         if window.is_fresh:
             return None
-        return self._finish(window, self.clip_norm if clip_norm is None else clip_norm, scheduler)
+        if clip_norm is None:
+            said["clip_norm"] = window.said.get("clip_norm", self.clip_norm)
+        if scheduler is None:
+            said["schedulers"] = window.said.get("schedulers", ())
+        if window.is_open and not window.is_unscaled:
+            self._forwards.end_micro_batch(window.close_micro_batch("flush") is not None)
+        return self._finish(window, **said)
+
+    def _said(self, clip_norm: float | None, scheduler: Any) -> dict[str, Any]:
+        norm = checks.checked_norm(clip_norm)
+        return {
+            "clip_norm": self.clip_norm if norm is None else norm,
+            "schedulers": checks.schedulers_of(scheduler),
+        }
 
     def skip(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Throw the window's gradients away, as of a batch that the loop does not want."""
-        self._window(optimizer).clear()
+        """Throw the window's gradients away, as of a batch that the loop does not want.
 
-    def grad(self, outputs: Tensor, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+        Running statistics are put back, too.
+        """
+        window = self._windows.of(optimizer)
+        window.clear()
+        self._undo(window)
+
+    def grad(
+        self,
+        outputs: Tensor,
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | None = None,
+        *,
+        create_graph: bool = True,
+        retain_graph: bool | None = None,
+        allow_unused: bool = False,
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the sum of ``outputs`` for ``inputs``, unscaled and in float32, with a graph.
 
         For gradient penalties: scaled on the way through 16-bit formats where the precision needs it.
+        Arguments are those of ``torch.autograd.grad``.
         """
-        scaler = self._window(None if len(self.optimizers) == 1 else self.optimizers[0]).scaler
-        scale: Any = 1.0
-        if scaler is not None:
-            now = scaler._get_scale_async()
-            scale = min(scaler.get_scale(), GRAD_SCALE) if now is None else now.clamp(max=GRAD_SCALE)
-        scaled = outputs.float().sum() * scale
-        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        found = torch.autograd.grad(scaled, inputs, create_graph=True, **options)
-        return tuple(gradient.float() / scale for gradient in found)
+        given = torch.ones_like(outputs) if grad_outputs is None else grad_outputs
+        scaler = self._windows.scaler()
+        return functional.grad(scaler, outputs, inputs, given, create_graph, retain_graph, allow_unused)
 
-    def _finish(self, window: Window, clip_norm: float | None, scheduler: Any) -> StepResult:
-        scale = window.scale()
-        window.unscale()
-        if not window.has_gradients():
-            dropped = window.dropped
-            window.clear()
-            reason = "every micro-batch was dropped" if dropped else NO_GRADIENTS
-            if not dropped:
-                warnings.warn(f"Amp.step: {NO_GRADIENTS}", FloatplanWarning, stacklevel=3)
-            return StepResult(KnownStep(StepFacts(False, bool(dropped), reason, _number(scale))))
-        found_inf = window.found_inf()
+    def get_scale(self, *, optimizer: torch.optim.Optimizer | None = None) -> float:
+        """The loss scale of the next step; 1.0 where nothing is scaled. Waits for the device."""
+        scaler = self._windows.of(optimizer, must_be_alone=False).scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _finish(self, window: Window, clip_norm: float | None, schedulers: tuple[Any, ...]) -> StepResult:
+        if window.is_unscaled:
+            window.look_again()
+        else:
+            window.unscale(marks=False)
+        refused, overflowed, present = window.verdict()
+        if not (window.has_gradients or window.dropped) and not present.item():
+            notes.warn(f"Amp.step: {NO_GRADIENTS}")
+            done = window.nothing_done(NO_GRADIENTS)
+            self._clear(window)
+            return StepResult(done)
         if clip_norm is not None:
             window.clip(clip_norm)
-        refused, values = window.step(found_inf)
-        evidence = window.evidence(refused, scale, values[0] if len(values) == 1 else (tuple(values) or None))
-        window.update_scale(found_inf)
-        evidence.scale_after = window.scale()
-        return self._closed(window, StepResult(evidence), scheduler)
+        self._stepping = True
+        try:
+            was_refused, values = step_all(window.optimizers, refused)
+        except BaseException:
+            self._clear(window)
+            raise
+        finally:
+            self._stepping = False
+        evidence = window.evidence(was_refused, values[0] if len(values) == 1 else (tuple(values) or None))
+        window.update_scale(refused, overflowed)
+        return self._closed(window, evidence, schedulers)
 
-    def _closed(self, window: Window, result: StepResult, scheduler: Any) -> StepResult:
+    def _evaluated(self, window: Window, loss_of: Callable[[], Tensor], clip_norm: float | None) -> Evidence:
+        def backward(loss: Tensor) -> None:
+            self._backward(window, loss, marks=False)
+
+        self._stepping = True
+        try:
+            return step_with_closure(window, loss_of, self.autocast, backward, clip_norm)
+        except StepError:
+            self._undo(window)
+            raise
+        except BaseException:
+            window.clear()
+            self._undo(window)
+            raise
+        finally:
+            self._stepping = False
+
+    # --- What follows a step --------------------------------------------------------------------------
+
+    def _closed(self, window: Window, evidence: Evidence, schedulers: tuple[Any, ...]) -> StepResult:
+        evidence.scale_after = window.next_scale()
+        self._forwards.settle(evidence.found_inf)
+        self._clear(window)
+        return self._afterwards.add(evidence, schedulers, self._averages(window))
+
+    def _averages(self, window: Window) -> bool:
+        mine = {id(parameter) for parameter in window.parameters()}
+        return any(id(parameter) in mine for parameter in self.models[0].parameters())
+
+    def _clear(self, window: Window) -> None:
         window.clear()
-        self._waiting.append((result, scheduler))
-        self._settle()
-        return result
+        if self._windows.nothing_waits():
+            self._forwards.forget()
 
-    def _settle(self) -> None:
-        """What waits for the outcome of a step: the scheduler, the averaged model, the way back of a skip."""
-        while self._waiting:
-            result, scheduler = self._waiting.pop(0)
-            if result.stepped:
-                if self.settings.ema is not None:
-                    self.settings.ema.update_parameters(self.models[0])
-                if scheduler is not None:
-                    scheduler.step()
-            elif self._statistics.taken:
-                self._statistics.restore()
-            self._statistics.drop()
-            if not result.stepped:
-                self._judge(result)
+    def _undo(self, window: Window) -> None:
+        """Running statistics as they were, after a backward that failed or was not wanted."""
+        self._forwards.undo(window.is_fresh)
 
-    def _judge(self, result: StepResult) -> None:
-        limit, on_skips = self.settings.max_consecutive_skips, self.settings.on_skips
-        if result.skips_in_a_row < limit or (on_skips != "raise" and result.skips_in_a_row % limit):
-            return
-        if callable(on_skips):
-            on_skips(result)
-            return
-        culprit = "" if result.culprit is None else f" (first in the backward: {result.culprit})"
-        message = (
-            f"{result.skips_in_a_row} steps in a row were skipped: {result.reason}{culprit}, at scale "
-            f"{result.scale:g}. No weight has changed. Look at that module with fp.explain, give it fp32 in "
-            "a fp.Plan, or use bf16"
-        )
-        if on_skips == "raise":
-            raise ScalingError(message)
-        warnings.warn(message, FloatplanWarning, stacklevel=5)
-
-    # --- Windows --------------------------------------------------------------------------------------
-
-    def _window(self, optimizer: torch.optim.Optimizer | None) -> Window:
-        chosen = self.optimizers if optimizer is None else (optimizer,)
-        if optimizer is not None and not any(optimizer is known for known in self.optimizers):
-            raise StepError("this optimizer is none of those that the Amp was made with; pass it to Amp(...)")
-        key = tuple(map(id, chosen))
-        window = self._windows.get(key)
-        if window is None:
-            drops = self.settings.on_bad_micro_batch == "drop"
-            window = Window(chosen, self._names, self._make_scaler(), drops, self._reduce)
-            self._windows[key] = window
-        for other_key, other in self._windows.items():
-            if other_key != key and not other.is_fresh and set(other_key) & set(key):
-                raise StepError(
-                    "gradients of another window, that shares an optimizer with this one, wait for their "
-                    "step; call step() or flush() with the same optimizer argument as their backward first"
-                )
-        return window
-
-    def _make_scaler(self) -> GradScaler | None:
-        if self._scaler is not None:
-            return self._scaler
-        if not _needs_scale(self._precision):
-            return None
-        chosen = self.settings
-        return GradScaler(
-            self._device_type,
-            chosen.init_scale,
-            chosen.growth_factor,
-            chosen.backoff_factor,
-            chosen.growth_interval,
-            min_scale=chosen.min_scale,
-            max_scale=chosen.max_scale,
-            hysteresis=chosen.hysteresis,
-            regrowth_interval=chosen.regrowth_interval,
-            max_consecutive_skips=None,
-            check_losses=False,
-        )
-
-    @staticmethod
-    def _check_has_backward(window: Window) -> None:
-        if not (window.is_open or window.is_unscaled):
-            raise StepError(
-                "step() without a loss, and no backward() since the last step(): there is nothing to step "
-                "with; pass the loss, or call amp.backward(loss) before"
-            )
+    def _waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients of ``optimizer`` are in a window, and this is not their step."""
+        return not self._stepping and self._windows.wait_for(optimizer)
 
     # --- State ----------------------------------------------------------------------------------------
 
@@ -349,14 +369,14 @@ class Amp:
         """Everything that the next step depends on, but for models, optimizers, schedulers and settings.
 
         In mid-window that includes the gradients, and the running statistics to go back to. Waits for the
-        device.
+        device, and for what waits for it: take the state of a scheduler after this one.
         """
-        self._settle()
-        windows = {}
-        for key, window in self._windows.items():
-            places = [self._place(of_one) for of_one in key]
-            windows[",".join(map(str, places))] = window.state_dict()
-        return {"version": 1, "windows": windows, "statistics": self._statistics.state_dict()}
+        self._afterwards.settle()
+        return {
+            "version": saved.VERSION,
+            "windows": self._windows.state_dict(),
+            "statistics": self._forwards.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned of an Amp with as many optimizers.
@@ -364,33 +384,17 @@ class Amp:
         Raises:
             StepError: it is of another version, or of an Amp with other optimizers. Nothing has changed then.
         """
-        if state.get("version") != 1:
-            raise StepError(
-                f"this state has version {state.get('version')!r}; this floatplan reads version 1"
-            )
-        loaded: list[tuple[Window, Mapping[str, Any]]] = []
-        for name, of_window in state["windows"].items():
-            places = [int(place) for place in name.split(",")]
-            if max(places) >= len(self.optimizers):
-                raise StepError(
-                    f"the state is of an Amp with {max(places) + 1} optimizers or more, and this one has "
-                    f"{len(self.optimizers)}; make it with the same optimizers in the same order"
-                )
-            chosen = [self.optimizers[place] for place in places]
-            key = tuple(map(id, chosen))
-            window = self._windows.get(key) or Window(
-                chosen,
-                self._names,
-                self._make_scaler(),
-                self.settings.on_bad_micro_batch == "drop",
-                self._reduce,
-            )
-            window.check_state(of_window)
-            loaded.append((window, of_window))
-            self._windows[key] = window
-        self._statistics.load_state_dict(state["statistics"])
-        for window, of_window in loaded:
-            window.load_state_dict(of_window)
 
-    def _place(self, of_one: int) -> int:
-        return next(place for place, optimizer in enumerate(self.optimizers) if id(optimizer) == of_one)
+        def statistics() -> None:
+            self._afterwards.settle()
+            self._forwards.load_state_dict(state["statistics"])
+
+        self._windows.load_state_dict(state, statistics)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._afterwards.settle()
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        guard.watch(self.optimizers, self._waits_for_a_step)

@@ -79,6 +79,17 @@ def test_the_fused_step_reads_nothing(fake_cuda, kind, dtype, unscale) -> None:
         assert param.grad.dtype is dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_to_look_again_at_changed_gradients_reads_nothing(fake_cuda, dtype) -> None:
+    param, optimizer, scaler = make(torch.optim.AdamW, dtype, fused=True)
+    scaler.unscale_(optimizer)
+    param.grad /= param.grad.norm()
+    result = scaler.step(optimizer)
+    scaler.update()
+    (part,) = result._evidence.changed
+    assert part.fits.is_cuda
+
+
 @pytest.mark.parametrize("by_parameters", [False, True])
 def test_clipping_and_lists_read_nothing(fake_cuda, by_parameters) -> None:
     param, optimizer, scaler = make(torch.optim.SGD)

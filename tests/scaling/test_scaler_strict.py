@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import floatplan as fp
-from floatplan.scaling.gradients import any_flag
+from floatplan.scaling.gradients import any_flag, collect
+from floatplan.scaling.measure import measure
 
 FORMS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
@@ -247,3 +248,17 @@ def test_long_gradients_have_an_exact_norm() -> None:
     scaler.update()
     param.grad[-1] = math.inf
     assert not scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("size", [4, 2**17])
+@pytest.mark.parametrize("value", [1e-24, 3e-19, 1e-38, 0.0])
+def test_the_norm_of_gradients_whose_squares_are_lost_in_float32(value, size, form) -> None:
+    params = [torch.nn.Parameter(torch.zeros(size)), torch.nn.Parameter(torch.zeros(1))]
+    _, optimizer, scaler = make(params=params, init_scale=1.0, **form)
+    scaler.scale(torch.ones(()))
+    params[0].grad, params[1].grad = torch.full((size,), value), torch.zeros(1)
+    wanted = value * math.sqrt(size)
+    assert scaler.step(optimizer).grad_norm == pytest.approx(wanted, rel=1e-6, abs=0)
+    (part,) = measure(collect(optimizer, False), each=True)
+    assert part.norms.tolist() == pytest.approx([wanted, 0.0], rel=1e-6, abs=0)

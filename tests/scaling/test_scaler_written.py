@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 import floatplan as fp
-from floatplan.scaling.written import NO_BOUND, bound
+from floatplan.scaling.written import NO_BOUND, bound, fault
 
 FORMS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 SQUARING = [
@@ -194,6 +195,119 @@ def test_an_eps_that_is_nothing_in_the_format() -> None:
     params, optimizer, scaler = make(torch.optim.Adam, torch.float16, fused=True)
     assert step(params, optimizer, scaler, (0.0, 4e-5))
     assert all_finite(params, optimizer)
+
+
+DIVIDING = [*SQUARING, torch.optim.Adamax, torch.optim.Muon, torch.optim.Adafactor]
+
+
+@pytest.mark.parametrize("kind", DIVIDING)
+@pytest.mark.parametrize("eps", [0, torch.tensor(0.0), np.float32(0)], ids=type)
+def test_an_eps_of_0_of_any_type(kind, eps) -> None:
+    group = {"params": [torch.nn.Parameter(torch.ones(2, 2))]}
+    optimizer = kind([group], lr=0.1)
+    adafactor = kind is torch.optim.Adafactor
+    assert fault(optimizer, {torch.float32}) is None
+    optimizer.param_groups[0]["eps"] = (eps, 1e-3) if adafactor else eps
+    assert "is 0 in" in fault(optimizer, {torch.float32})
+    if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        optimizer.param_groups[0]["fused"] = True
+        assert "is 0 in float32" in fault(optimizer, {torch.float16})
+
+
+@pytest.mark.parametrize(
+    ("kind", "eps", "refused"),
+    [
+        (torch.optim.Muon, 0.0, True),
+        (torch.optim.Muon, 1e-7, False),
+        (torch.optim.Adafactor, (0.0, 0.0), True),
+        (torch.optim.Adafactor, (1e-30, 1e-3), True),  # its square is what is used
+        (torch.optim.Adafactor, (1e-20, 1e-3), False),
+        (torch.optim.Adafactor, (None, 1e-3), False),
+    ],
+)
+def test_an_eps_that_is_used_in_another_way(kind, eps, refused) -> None:
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    param.grad = torch.zeros(2, 2)
+    optimizer = kind([param], eps=eps)
+    assert (fault(optimizer, {torch.float32}) is not None) is refused
+    optimizer.step()
+    assert torch.isfinite(param).all().item() is not refused
+
+
+TORCHS = [kind for kind in vars(torch.optim).values()
+          if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+          and kind is not torch.optim.Optimizer]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e39, np.float32("nan")])
+@pytest.mark.parametrize("kind", TORCHS)
+def test_every_number_of_torchs_optimizers(kind, number) -> None:
+    """A setting that passes leaves weights and state finite, whatever its name."""
+    numbers = [
+        (name, place)
+        for name, value in kind([torch.nn.Parameter(torch.ones(2, 2))]).param_groups[0].items()
+        for place in (range(len(value)) if isinstance(value, tuple) else [None])
+        if isinstance(value if place is None else value[place], float)
+    ]
+    assert numbers
+    for name, place in numbers:
+        param = torch.nn.Parameter(torch.ones(2, 2))
+        optimizer = kind([param])
+        (group,) = optimizer.param_groups
+        parts = (
+            [number if n == place else part for n, part in enumerate(group[name])] if place is not None else 0
+        )
+        group[name] = number if place is None else tuple(parts)
+        if fault(optimizer, {torch.float32}) is not None:
+            continue
+        for value in (0.1, -0.1, 0.0):
+            param.grad = torch.full((2, 2), value)
+            if kind is torch.optim.SparseAdam:
+                param.grad = torch.sparse_coo_tensor([[0]], torch.full((1, 2), value), (2, 2))
+            optimizer.step(param.sum) if kind is torch.optim.LBFGS else optimizer.step()
+        assert all_finite([param], optimizer), name
+
+
+def test_what_is_finite_in_the_format_of_the_weights() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    for optimizer, wide_refused in (
+        (torch.optim.AdamW([param], weight_decay=1e39), False),
+        (torch.optim.ASGD([param], lr=torch.tensor(1e39, dtype=torch.float64), t0=0.0), False),
+        (torch.optim.ASGD([param], lambd=10**400), True),
+        (torch.optim.Adagrad([param], lr_decay=math.inf), True),
+    ):
+        assert "is not finite" in fault(optimizer, {torch.float32})
+        assert (fault(optimizer, {torch.float64}) is not None) is wide_refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.ASGD, {"t0": math.inf}),  # never averages
+        (torch.optim.Adafactor, {"d": math.inf}),  # never clips
+        (torch.optim.Rprop, {"step_sizes": (1e-6, math.inf)}),
+        (torch.optim.LBFGS, {"tolerance_grad": -math.inf}),
+    ],
+)
+def test_no_limit_is_no_fault(kind, settings) -> None:
+    assert fault(kind([torch.nn.Parameter(torch.ones(2))], **settings), {torch.float32}) is None
+
+
+def test_what_others_mean_by_inf_is_theirs() -> None:
+    class Clipping(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "clip": math.inf})
+
+    class Late(torch.optim.AdamW):
+        def __init__(self, params):
+            super().__init__(params)
+            self.param_groups[0]["starts_at"] = math.inf
+
+    for kind in (Clipping, Late):
+        optimizer = kind([torch.nn.Parameter(torch.ones(2))])
+        assert fault(optimizer, {torch.float32}) is None
+        optimizer.param_groups[0]["lr"] = math.inf
+        assert "lr=inf" in fault(optimizer, {torch.float32})
 
 
 @pytest.mark.trouble("T35")

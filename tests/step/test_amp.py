@@ -121,8 +121,9 @@ def test_clipping_is_of_unscaled_gradients() -> None:
 
 @pytest.mark.trouble("T25")
 @pytest.mark.trouble("T26")
+@pytest.mark.trouble("T47")
 def test_one_bad_micro_batch_is_dropped_alone() -> None:
-    mine, theirs = make().eval(), make().eval()  # no statistics: they see the bad one
+    mine, theirs = make(), make()
     settings = fp.Settings(on_bad_micro_batch="drop", policy=SLOW.policy)
     amp = fp.Amp(mine, torch.optim.SGD(mine.parameters(), lr=0.1), "fp32", accumulate=4, settings=settings)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
@@ -135,8 +136,8 @@ def test_one_bad_micro_batch_is_dropped_alone() -> None:
         result = step(amp, mine, x, Y[number])
     plain.step()
     assert result
-    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
+    assert equal(list(mine.buffers()), list(theirs.buffers()))
 
 
 def test_flush_is_the_mean_of_what_was_seen() -> None:
@@ -191,11 +192,16 @@ def test_a_gan_beside_the_plain_loop() -> None:
 def test_each_optimizer_of_a_gan_has_a_scale_that_its_own_steps_move() -> None:
     g, d = gan()
     opts = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (g, d)]
-    amp = fp.Amp([g, d], opts, "fp16", settings=fp.Settings(growth_interval=2, policy=SLOW.policy))
+    settings = fp.Settings(init_scale=1024.0, growth_interval=2, policy=SLOW.policy)
+    amp = fp.Amp([g, d], opts, "fp16", settings=settings)
     for _ in range(2):
-        of_d = amp.step(d(g(X[0, :, :2]).detach()).mean(), optimizer=opts[1])
-        of_g = amp.step((d(g(X[0, :, :2])) * torch.inf).mean(), optimizer=opts[0])
-    assert (of_d.next_scale, of_g.next_scale) == (2.0**17, 2.0**14)
+        with amp.autocast():
+            loss_d = d(g(X[0, :, :2]).detach()).mean()
+        of_d = amp.step(loss_d, optimizer=opts[1])
+        with amp.autocast():
+            loss_g = (d(g(X[0, :, :2])).float() * 1e36).mean()
+        of_g = amp.step(loss_g, optimizer=opts[0])
+    assert (of_d.next_scale, of_g.next_scale) == (2.0**11, 2.0**8)
 
 
 def test_several_optimizers_step_together_or_not_at_all() -> None:
@@ -206,6 +212,7 @@ def test_several_optimizers_step_together_or_not_at_all() -> None:
     with amp.autocast():
         loss = loss_of(model, X[0], Y[0])
     amp.backward(loss)
+    amp.unscale()
     assert model[0].bias.grad is not None
     model[0].bias.grad[0] = torch.nan
     result = amp.step()
@@ -273,7 +280,7 @@ def test_too_many_skips_in_a_row() -> None:
 
     model = make()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ScalingError, match="3 steps in a row were skipped: overflow"):
+    with pytest.raises(ScalingError, match="3 steps in a row were skipped: forward"):
         run(fp.Amp(model, sgd, "bf16", settings=fp.Settings(max_consecutive_skips=3)), model, 4)
     settings = fp.Settings(max_consecutive_skips=3, on_skips="warn")
     with pytest.warns(FloatplanWarning, match="in a row were skipped") as said:
@@ -311,7 +318,7 @@ def test_a_resumed_run_is_the_unbroken_one_also_from_mid_window(precision: Any) 
 WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "precision": (lambda m: fp.Amp(m, sgd(m), "bf61"), "precision must be .*did you mean 'bf16'"),
     "accumulate": (lambda m: fp.Amp(m, sgd(m), "fp32", accumulate=0), "accumulate counts micro-batches"),
-    "clip_norm": (lambda m: fp.Amp(m, sgd(m), "fp32", clip_norm=-1), "clip_norm must be above 0"),
+    "clip_norm": (lambda m: fp.Amp(m, sgd(m), "fp32", clip_norm=-1), "clip_norm must be a number above 0"),
     "optimizer of another": (lambda m: fp.Amp(m, sgd(make()), "fp32"), "holds no parameter of the models"),
     "twice": (lambda m: fp.Amp(m, [sgd(m), sgd(m)], "fp32"), "is in optimizers 0 and 1"),
     "half": (lambda m: fp.Amp(m.half(), sgd(m), "fp16"), "in 16 bits: 0.weight, .* and 3 more"),
@@ -328,15 +335,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def unscaled_early(model: nn.Module) -> None:
     amp = fp.Amp(model, sgd(model), "fp32", accumulate=2)
-    amp.backward(loss_of(model, X[0], Y[0]))
+    with amp.autocast():
+        loss = loss_of(model, X[0], Y[0])
+    amp.backward(loss)
     amp.unscale()
 
 
 def backward_late(model: nn.Module) -> None:
     amp = fp.Amp(model, sgd(model), "fp32")
-    amp.backward(loss_of(model, X[0], Y[0]))
+    with amp.autocast():
+        loss = loss_of(model, X[0], Y[0])
+    amp.backward(loss, retain_graph=True)
     amp.unscale()
-    amp.backward(loss_of(model, X[0], Y[0]))
+    amp.backward(loss)
 
 
 @pytest.mark.trouble("T12")
@@ -352,8 +363,10 @@ def test_a_step_without_gradients_is_said_and_does_nothing() -> None:
     model = make()
     amp = fp.Amp(model, sgd(model), "fp16", settings=SLOW)
     before = copy.deepcopy(model.state_dict())
+    with amp.autocast():
+        loss = torch.zeros((), requires_grad=True) * 1
     with pytest.warns(FloatplanWarning, match="no parameter of the optimizer has a gradient"):
-        result = amp.step(torch.zeros((), requires_grad=True) * 1)
+        result = amp.step(loss)
     assert (result.stepped, result.found_inf) == (False, False)
     assert equal(before, model.state_dict())
 
@@ -364,8 +377,10 @@ def test_gradients_of_a_reentrant_checkpoint_arrive() -> None:
     optimizers = [torch.optim.SGD(model[at].parameters(), lr=0.1) for at in (0, 3)]
     amp = fp.Amp(model, optimizers, "fp32")
     x = X[0].clone().requires_grad_()
-    hidden = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=True)
-    amp.backward(loss_of(model[1:], hidden, Y[0]), optimizer=optimizers[0])
+    with amp.autocast():
+        hidden = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=True)
+        loss = loss_of(model[1:], hidden, Y[0])
+    amp.backward(loss, optimizer=optimizers[0])
     assert model[0].weight.grad is not None
     assert model[3].weight.grad is None
 

@@ -37,6 +37,12 @@ class ResumableLoader(Generic[Batch]):
         self._batches = 0
         self._resumes = False
 
+    def __getattr__(self, name: str) -> Any:
+        """``dataset``, ``batch_size`` and whatever else the loader has."""
+        if name.startswith("__") or "loader" not in self.__dict__:  # while it is copied there is none
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.loader, name)
+
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return len(self.loader)  # type: ignore[arg-type]

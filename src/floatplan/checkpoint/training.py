@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from floatplan._version import __version__
 from floatplan.checkpoint import file
 from floatplan.checkpoint.contents import check
 from floatplan.checkpoint.random_states import RandomStates
+from floatplan.checkpoint.shapes import misfit
 from floatplan.errors import CheckpointError, nearest
+from floatplan.scaling.snapshot import Snapshot
 
 FORMAT = "floatplan checkpoint"
 VERSION = 1
@@ -46,7 +51,8 @@ def save(path: str | os.PathLike[str], /, amp: Any = None, *, rng: bool = True, 
     """
     given = _given(amp, extra)
     kinds = {name: _kind(value) for name, value in given.items() if _stateful(value) is not None}
-    entries = {name: _saved(value) for name, value in given.items()}
+    states = {name: _saved(given[name]) for name in _settling_first(given)}
+    entries = {name: states[name] for name in given}
     for name, entry in entries.items():
         check(name, entry)
     content = {
@@ -105,16 +111,17 @@ def _given(amp: Any, named: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Stateful:
-    """The two calls of an object that has a state."""
+    """The two calls of an object that has a state, and the object."""
 
     state: Callable[[], Any]
     load: Callable[[Any], Any]
+    owner: Any
 
 
 def _stateful(value: Any) -> _Stateful | None:
     """How to get and set the state of ``value``; None for a plain value."""
     if isinstance(value, torch.Generator):
-        return _Stateful(value.get_state, value.set_state)
+        return _Stateful(value.get_state, value.set_state, value)
     if isinstance(value, type) or not all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     ):
@@ -123,7 +130,7 @@ def _stateful(value: Any) -> _Stateful | None:
 
 
 def _stateful_object(value: Any) -> _Stateful:
-    return _Stateful(value.state_dict, value.load_state_dict)
+    return _Stateful(value.state_dict, value.load_state_dict, value)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -147,6 +154,20 @@ def _saved(value: Any) -> Any:
     return value if stateful is None else stateful.state()
 
 
+def _settling_first(objects: Mapping[str, Any]) -> list[str]:
+    """The names, those of an `Amp` first, whatever it is called.
+
+    Its state_dict() does what waits for an accelerator, which may move a scheduler and an averaged model:
+    states of those that were taken before would be of the step before. `Amp` is above this room and known
+    by its calls.
+    """
+
+    def settles(value: Any) -> bool:
+        return _stateful(value) is not None and callable(getattr(value, "flush", None))
+
+    return sorted(objects, key=lambda name: not settles(objects[name]))
+
+
 # --- Loading ------------------------------------------------------------------------------------------
 
 
@@ -157,12 +178,22 @@ def _checked(content: Any, path: object) -> dict[str, Any]:
             f"{path} is not a floatplan checkpoint: fp.save did not write it. "
             "torch.load reads files of torch.save"
         )
-    if content[FORMAT] > VERSION:
-        writer = content.get("written by", {}).get("floatplan", "a newer one")
+    version = content[FORMAT]
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{path} has format {version!r}, which no floatplan writes; load another one")
+    if version > VERSION:
+        by = content.get("written by")
+        writer = by.get("floatplan", "a newer one") if isinstance(by, dict) else "a newer one"
         raise CheckpointError(
-            f"{path} has format {content[FORMAT]}, written by floatplan {writer}; this is floatplan "
+            f"{path} has format {version}, written by floatplan {writer}; this is floatplan "
             f"{__version__}, which reads formats up to {VERSION}. Install the newer one"
         )
+    for part, kinds in (("entries", dict), ("kinds", dict), ("rng", (dict, types.NoneType))):
+        if part not in content or not isinstance(content[part], kinds):
+            found = f"its {part!r} is {content[part]!r}" if part in content else f"it has no {part!r}"
+            raise CheckpointError(
+                f"{path} is no checkpoint as fp.save writes them: {found}; load another one"
+            )
     return content
 
 
@@ -180,34 +211,39 @@ def _targets(
             )
         if name not in entries:
             known = ", ".join(map(repr, entries)) or "nothing"
-            raise CheckpointError(
-                f"{path} has no entry {name!r}{nearest(name, entries) or f'; it holds {known}'}. "
-                "Leave it out if it was not saved"
-            )
+            hint = f"{close} Leave" if (close := nearest(name, entries)) else f"; it holds {known}. Leave"
+            raise CheckpointError(f"{path} has no entry {name!r}{hint} it out if it was not saved")
         if name not in kinds and not isinstance(entries[name], dict):
             raise CheckpointError(
                 f"entry {name!r} of {path} is a plain value, {entries[name]!r}, and no state of an object; "
                 "leave it out to have it returned"
             )
-        # torch takes the state of any optimizer for any other with as many parameters.
-        if isinstance(value, torch.optim.Optimizer) and kinds.get(name, _kind(value)) != _kind(value):
+        # torch takes the state of any optimizer for any other with as many parameters, and of a scheduler.
+        if isinstance(value, (Optimizer, LRScheduler)) and kinds.get(name, _kind(value)) != _kind(value):
             raise CheckpointError(
                 f"entry {name!r} of {path} is the state of {kinds[name]}, which a {_kind(value)} cannot go "
                 "on from; leave it out and start with a new state"
+                + (f", or load it into a {kinds[name]}" if isinstance(value, LRScheduler) else "")
+            )
+        if isinstance(value, Optimizer) and (wrong := misfit(value, entries[name])):
+            raise CheckpointError(
+                f"entry {name!r} of {path} does not fit the optimizer: {wrong}. Give it the parameters that "
+                "it had, in the same order, or leave it out and start with a new state"
             )
         targets[name] = stateful
     return targets
 
 
 def _load_all(path: object, targets: Mapping[str, _Stateful], entries: Mapping[str, Any]) -> None:
-    before = {name: _copied(target.state()) for name, target in targets.items()}
+    owners = {name: target.owner for name, target in targets.items()}
+    before = {name: _undo(targets[name]) for name in _settling_first(owners)}
     begun: list[str] = []
     try:
         for name, target in targets.items():
             begun.append(name)
             target.load(entries[name])
     except BaseException as error:
-        failures = _put_back(targets, {name: before[name] for name in reversed(begun)})
+        failures = _put_back({name: before[name] for name in reversed(begun)})
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(
@@ -216,12 +252,33 @@ def _load_all(path: object, targets: Mapping[str, _Stateful], entries: Mapping[s
         ) from error
 
 
-def _put_back(targets: Mapping[str, _Stateful], states: Mapping[str, Any]) -> str:
-    """Load ``states``; what went wrong, in words."""
+def _undo(target: _Stateful) -> Callable[[], Any]:
+    """What puts ``target`` back as it is now.
+
+    torch's ``load_state_dict`` of optimizers casts: a bfloat16 average of float32 weights would come back as
+    float32.
+    """
+    if not isinstance(target.owner, Optimizer):
+        state = _copied(target.state())
+        return lambda: target.load(state)
+    snapshot = Snapshot(target.owner, parameters=False, device="cpu")
+    if type(target.owner).load_state_dict is Optimizer.load_state_dict:
+        return snapshot.restore
+    state = _copied(target.state())  # it may load into more than torch's does
+
+    def both() -> None:
+        target.load(state)
+        snapshot.restore()
+
+    return both
+
+
+def _put_back(undone: Mapping[str, Callable[[], Any]]) -> str:
+    """Call what is in ``undone``; what went wrong, in words."""
     failures = []
-    for name, state in states.items():
+    for name, undo in undone.items():
         try:
-            targets[name].load(state)
+            undo()
         except Exception as error:
             failures.append(f"{name!r} could not be put back as it was: {error}")
     return ". ".join(failures)

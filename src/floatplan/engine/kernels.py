@@ -20,7 +20,7 @@ import torch
 
 from floatplan import _compiler, _torch
 from floatplan._version import __version__
-from floatplan.engine import cache, state, upcast, watched
+from floatplan.engine import cache, state, unscaled, upcast, watched
 from floatplan.engine.rules import Rule, make_rule
 from floatplan.errors import PolicyError, nearest
 from floatplan.policy import OPERATORS, OpClass, Policy, packet
@@ -46,6 +46,8 @@ def ensure_registered(device_type: str, policy: Policy) -> None:
         return
     cache.watch_optimizers()
     with _lock:
+        if not _ready:
+            unscaled.watch_optimizers()
         known = set(_torch.all_operators())
         # A release of torch may lack some of the table's operators.
         wanted = [name for name in OPERATORS if name in known]

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from floatplan import _compiler
-from floatplan.engine import cache, state, traced, watched
+from floatplan.engine import cache, state, traced, unscaled, watched
 from floatplan.engine.resumed import in_stretches
 from floatplan.engine.settings import device_type_of, settings_of
 from floatplan.errors import FloatplanWarning, RegionError
@@ -181,6 +181,8 @@ class autocast:
                 "torch.export records a program without floatplan's regions, so the exported program would "
                 "run in another precision; use torch.autocast in a module that is exported"
             )
+        if settings.loses_gradients:
+            unscaled.region_entered()
         # What can fail comes before anything is entered.
         around = state.number_in_force(), torch.is_autocast_cache_enabled()
         entry = None if watched.watchers else settings.entries.get(around)

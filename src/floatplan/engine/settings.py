@@ -13,7 +13,7 @@ from floatplan.engine import state, watched
 from floatplan.engine.capability import precision_notes
 from floatplan.engine.casting import HALVES
 from floatplan.engine.kernels import check_classes, ensure_registered
-from floatplan.errors import DeviceError, PolicyError, PrecisionWarning, RegionError
+from floatplan.errors import DeviceError, PolicyError, PrecisionWarning, RegionError, users_line
 from floatplan.policy import Policy
 
 _said: set[tuple[str, torch.dtype]] = set()
@@ -42,6 +42,7 @@ class Settings:
         enabled: the region casts: it was asked to, and this machine can.
         ours: it does so by kernels of ours.
         keeps_casts: the cast cache of the region is on.
+        loses_gradients: gradients are float16 in it, so that small ones are lost unless the loss is scaled.
         entries: what to put into the thread's state (a policies' number, and torch's flag of its own cast
             cache), by what is found there.
     """
@@ -69,13 +70,16 @@ class Settings:
             ensure_registered(device, self.policy)
         self.entries: dict[tuple[torch.dtype, bool], tuple[torch.dtype, bool]] = {}
         self.can_be_shared = problem is None
+        self.loses_gradients = (
+            self.enabled and dtype is torch.float16 and not precision_notes(device, dtype, self.policy)
+        )
         self.may_say = self.ours and not self.policy.slow_kernels
 
     def say(self, message: str) -> None:
         """Warn, or raise under ``strict``."""
         if self.asked.strict:
             raise DeviceError(message)
-        warnings.warn(message, PrecisionWarning, stacklevel=6)
+        warnings.warn(message, PrecisionWarning, stacklevel=users_line())
 
     def say_what_stays(self) -> None:
         """Precision is not changed in silence: name what stays in float32, once."""

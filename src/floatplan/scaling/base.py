@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from floatplan.errors import FloatplanWarning
+from floatplan.errors import FloatplanWarning, users_line
 from floatplan.scaling import gradients, protocol, settings
 from floatplan.scaling.misuse import Backwards
 from floatplan.scaling.notes import Notes
@@ -72,6 +72,8 @@ class ScalerState(torch.amp.GradScaler):
         self._check_losses = check_losses
         self._watched = 0
         self._outputs: list[torch.Tensor] | None = None
+        # What was scaled in this iteration, to tell a forward that failed from gradients that did.
+        self._losses: list[torch.Tensor] = []
         # Gradients that were unscaled without their optimizer, by id.
         self._unscaled: dict[int, torch.Tensor] = {}
         self._skipping = False
@@ -99,6 +101,12 @@ class ScalerState(torch.amp.GradScaler):
             wanted = wanted.item()
         self._limits = self._limits.allowing(wanted, "new_scale")
         return wanted
+
+    def _calibrated(self) -> bool | torch.Tensor:
+        """Whether a step has succeeded; where the host does not know, a 0-dim tensor that is not 0 then."""
+        if self._memory.best_scale > 0 or self._memory.tensor is None:
+            return self._memory.best_scale > 0
+        return self._memory.tensor.select(0, 1).clone()
 
     def _advance(
         self, scale: torch.Tensor, growth_tracker: torch.Tensor, flags: list[torch.Tensor], fault: bool
@@ -215,7 +223,7 @@ class ScalerState(torch.amp.GradScaler):
                 f"max_scale={limits.max_scale:g}; training goes on with {scale:g}. Pass other limits to "
                 "GradScaler to keep it.",
                 FloatplanWarning,
-                stacklevel=settings.users_line(),
+                stacklevel=users_line(),
             )
         self._init_scale, self._limits = scale, limits
         self._growth_factor, self._backoff_factor, self._growth_interval = saved.factors
@@ -233,7 +241,7 @@ class ScalerState(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
         state = self.__dict__.copy()
-        for of_live_optimizers in ("_streaks", "_notes", "_backwards", "_watched", "_outputs"):
+        for of_live_optimizers in ("_streaks", "_notes", "_backwards", "_watched", "_outputs", "_losses"):
             state.pop(of_live_optimizers, None)
         if self._enabled:
             protocol.check_between_iterations(self._per_optimizer_states)
@@ -253,3 +261,4 @@ class ScalerState(torch.amp.GradScaler):
         self._backwards = Backwards()
         self._watched = 0
         self._outputs = None
+        self._losses = []

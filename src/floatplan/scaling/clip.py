@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan import _torch
 from floatplan.scaling import gradients, protocol
+from floatplan.scaling.changed import look_again
 from floatplan.scaling.gradients import Batch, Flags, is_dtensor
 from floatplan.scaling.measure import Measured, flag_, measure, total_norm
 
@@ -34,9 +35,10 @@ def _of_optimizer(scaler: GradScaler, optimizer: Any) -> tuple[list[Batch], Meas
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"] is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
+    look_again(optimizer, state)
     batches = gradients.collect(optimizer, allow_fp16=True)
-    measured: Measured = state.get("measured", ())
-    if state.get("clipped") or not protocol.unchanged(optimizer, state.get("unscaled", [])):
+    measured: Measured = state.get("changed") or state.get("measured", ())
+    if state.get("clipped") or "unscaled" not in state:  # a subclass may unscale in its own way
         measured = measure(batches)
     return batches, measured, state["found_inf_per_device"]
 
@@ -63,12 +65,11 @@ def _of_parameters(scaler: GradScaler, holder: Any, call: str) -> tuple[list[Bat
 
 
 def _unscaled(
-    scaler: GradScaler, target: Target, call: str
-) -> tuple[Any, list[Batch], Measured, Flags, torch.device]:
-    holder, is_optimizer = _holder(target)
+    scaler: GradScaler, holder: Any, is_optimizer: bool, call: str
+) -> tuple[list[Batch], Measured, Flags, torch.device]:
     found = _of_optimizer(scaler, holder) if is_optimizer else _of_parameters(scaler, holder, call)
     device = found[0][0].device if found[0] else torch.device("cpu")
-    return holder if is_optimizer else None, *found, device
+    return *found, device
 
 
 def _local(batch: Batch) -> list[torch.Tensor]:
@@ -83,9 +84,12 @@ def _total(batches: list[Batch], measured: Measured, p: float, device: torch.dev
         wide = gradients.widest(device)
         norms = []
         for batch in batches:
-            for grad in batch.grads:
+            for param, grad in zip(batch.params, batch.grads, strict=True):
                 values = grad.full_tensor() if is_dtensor(grad) else grad
-                one = torch.linalg.vector_norm(values.to(wide), p)
+                values = values.to(wide)
+                if param.is_complex():  # of absolute values, as torch's clipping
+                    values = torch.view_as_complex(values)
+                one = torch.linalg.vector_norm(values, p)
                 norms.append(gradients.to_device(one, device))
         total = torch.linalg.vector_norm(torch.stack(norms), p)
     return total.item() if isinstance(total, torch.Tensor) and device.type == "cpu" else total
@@ -97,11 +101,11 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
     max_norm, p = float(max_norm), float(p)
     if not max_norm >= 0:
         raise ValueError(f"max_norm must not be below 0, got {max_norm!r}")
+    holder, is_optimizer = _holder(target)
     if not scaler.is_enabled():
-        holder, _ = _holder(target)
         params = [param for group in holder.param_groups for param in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, p)
-    optimizer, batches, measured, flags, device = _unscaled(scaler, target, "clip_grad_norm_")
+    batches, measured, flags, device = _unscaled(scaler, holder, is_optimizer, "clip_grad_norm_")
     if not batches:
         return gradients.number(0.0, device)
     total = _total(batches, measured, p, device)
@@ -117,11 +121,21 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
             total if fine and total <= torch.finfo(torch.float32).max else math.inf, device
         )
     if not isinstance(factor, float) or factor < 1.0:
-        for batch in batches:
-            here = factor if isinstance(factor, float) else gradients.to_device(factor, batch.device)
-            _torch.multiply_(_local(batch), here)
-    _remember(scaler, optimizer)
+        with protocol.own_writes(scaler._per_optimizer_states.values()):
+            for batch in batches:
+                here = factor if isinstance(factor, float) else gradients.to_device(factor, batch.device)
+                _torch.multiply_(_local(batch), here)
     return norm
+
+
+def _check_ordered(holder: Any) -> None:
+    for group in holder.param_groups:
+        for param in group["params"]:
+            if isinstance(param, torch.Tensor) and param.grad is not None and param.is_complex():
+                raise ValueError(
+                    f"clip_grad_value_() got a complex parameter of shape {tuple(param.shape)}: complex "
+                    "numbers have no order to clamp in, and torch clamps none. Call clip_grad_norm_() instead"
+                )
 
 
 @torch.no_grad()
@@ -130,26 +144,20 @@ def value_(scaler: GradScaler, target: Target, limit: float) -> None:
     limit = float(limit)
     if not limit >= 0:
         raise ValueError(f"clip_value must not be below 0, got {limit!r}")
+    holder, is_optimizer = _holder(target)
     if not scaler.is_enabled():
-        holder, _ = _holder(target)
         params = [param for group in holder.param_groups for param in group["params"]]
         torch.nn.utils.clip_grad_value_(params, limit)
         return
-    optimizer, batches, _, flags, device = _unscaled(scaler, target, "clip_grad_value_")
+    _check_ordered(holder)
+    batches, _, flags, device = _unscaled(scaler, holder, is_optimizer, "clip_grad_value_")
     if not batches:
         return
     # Where something is not finite the limit is, too, and nothing is clamped.
     here = gradients.number(limit, device)
     here.masked_fill_(gradients.any_flag(flags.values(), device) != 0, math.inf)
-    for batch in batches:
-        most = gradients.to_device(here, batch.device).to(batch.dtype)
-        for grad in _local(batch):
-            grad.clamp_(-most, most)
-    _remember(scaler, optimizer)
-
-
-def _remember(scaler: GradScaler, optimizer: Any) -> None:
-    """To unscale again still has nothing to do."""
-    if optimizer is not None:
-        state = scaler._per_optimizer_states[id(optimizer)]
-        state["unscaled"], state["clipped"] = protocol.marks(optimizer), True
+    with protocol.own_writes(scaler._per_optimizer_states.values()):
+        for batch in batches:
+            most = gradients.to_device(here, batch.device).to(batch.dtype)
+            for grad in _local(batch):
+                grad.clamp_(-most, most)

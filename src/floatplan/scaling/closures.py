@@ -11,6 +11,9 @@ from torch.amp.grad_scaler import OptState
 
 from floatplan.records import StepResult
 from floatplan.scaling import gradients, protocol
+from floatplan.scaling.changed import look_again
+from floatplan.scaling.snapshot import Snapshot
+from floatplan.scaling.written import is_torchs
 
 if TYPE_CHECKING:
     from floatplan.scaling.grad_scaler import GradScaler
@@ -41,40 +44,7 @@ def put_into(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) ->
 
 def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step is known to call the closure first and once: torch's own, but for LBFGS."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-class Snapshot:
-    """Parameters and state of an optimizer, to go back to."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        # LBFGS keeps a long history of tensors in lists, to which it adds and never writes.
-        self._in_lists = not isinstance(optimizer, torch.optim.LBFGS)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._params = [(param, param.detach().clone()) for param in params]
-        state = getattr(optimizer, "state", {})
-        self._state = {key: self._copy(value) for key, value in state.items()}
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        if isinstance(value, dict):
-            return {key: self._copy(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._copy(item) for item in value] if self._in_lists else list(value)
-        return value
-
-    def restore(self) -> None:
-        """Put everything back as it was."""
-        with torch.no_grad():
-            for param, before in self._params:
-                param.copy_(before)
-        state = getattr(self._optimizer, "state", None)
-        if state is not None:
-            state.clear()
-            state.update(self._state)
+    return is_torchs(type(optimizer)) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class Evaluations:
@@ -115,6 +85,8 @@ class Evaluations:
         state = self.scaler._per_optimizer_states[id(self.optimizer)]
         if state["stage"] is OptState.READY:
             self.scaler.unscale_(self.optimizer)
+        else:  # by the closure, which may have changed them
+            look_again(self.optimizer, state)
         flags = state["found_inf_per_device"]
         number = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self.checks_loss and flags and number is not None and not math.isfinite(float(number)):

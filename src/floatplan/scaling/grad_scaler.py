@@ -12,12 +12,16 @@ from torch.amp.grad_scaler import OptState
 from floatplan.records import KnownStep, StepFacts, StepResult
 from floatplan.scaling import closures, gradients, misuse, protocol, self_scaling
 from floatplan.scaling.base import fresh_state
+from floatplan.scaling.changed import look_again
 from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.further import FurtherCalls
 from floatplan.scaling.gradients import Flags
 from floatplan.scaling.measure import flag_, measure
 from floatplan.scaling.outputs import scaled
 from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
+
+MOST_LOSSES = 4096
+"""So many are looked at in an iteration: one that nobody ends keeps no more."""
 
 
 class GradScaler(FurtherCalls):
@@ -88,6 +92,8 @@ class GradScaler(FurtherCalls):
     def _scale_one(self, output: torch.Tensor) -> torch.Tensor:
         """``output`` times the scale."""
         result: torch.Tensor = output * gradients.to_device(self._made_on(output.device), output.device)
+        if output.dim() == 0 and len(self._losses) < MOST_LOSSES:
+            self._losses.append(output.detach())
         if self._watched:
             self._backwards.follow(result)
         if self._outputs is not None:
@@ -172,6 +178,7 @@ class GradScaler(FurtherCalls):
         """
         state = self._per_optimizer_states[id(optimizer)]
         state.pop("measured", None)
+        state.pop("changed", None)
         state["names"] = gradients.parameter_names(optimizer)
         state["bound"] = bound
         if self._check_losses:
@@ -242,6 +249,8 @@ class GradScaler(FurtherCalls):
         state = self._per_optimizer_states[id(optimizer)]
         protocol.check_step(state["stage"])
         used = gradients.snapshot(scale)
+        if state["stage"] is OptState.UNSCALED:
+            look_again(optimizer, state)
         state["in_step"] = True
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             value = self_scaling.step(self, optimizer, state, args, kwargs)
@@ -299,9 +308,6 @@ class GradScaler(FurtherCalls):
         found = state.get("fault")
         streak = self._streaks.count(optimizer, refused if found is None else True)
         measured, names = state.get("measured", ()), state.get("names", ())
-        calibrated: bool | torch.Tensor = self._memory.best_scale > 0
-        if not calibrated and self._memory.tensor is not None:
-            calibrated = self._memory.tensor.select(0, 1).clone()
         evidence = Evidence(
             refused,
             scale,
@@ -309,13 +315,21 @@ class GradScaler(FurtherCalls):
             measured,
             names,
             value,
-            calibrated,
+            self._calibrated(),
             self._limits.min_scale,
             state.get("bound", NO_BOUND).reason,
             found,
+            tuple(self._losses),
+            state.get("changed", ()),
         )
         state.setdefault("evidence", []).append(evidence)
         return StepResult(evidence)
+
+    def _forget_iteration(self) -> None:
+        """End an iteration without a move of the scale: what was unscaled or stepped in it is forgotten."""
+        self._per_optimizer_states = defaultdict(fresh_state)
+        self._unscaled = {}
+        self._losses = []
 
     # --- The next scale -------------------------------------------------------------------------------
 
@@ -372,8 +386,7 @@ class GradScaler(FurtherCalls):
         evidence = [one for state in states for one in state.get("evidence", ())]
         for one in evidence:
             one.scale_after = gradients.snapshot(scale) if isinstance(scale, torch.Tensor) else scale
-        self._per_optimizer_states = defaultdict(fresh_state)
-        self._unscaled = {}
+        self._forget_iteration()
         if self._watched:
             misuse.end_iteration(self)
         return evidence

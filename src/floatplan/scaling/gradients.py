@@ -30,9 +30,9 @@ class Batch:
 
     Attributes:
         device: where they lie.
-        dtype: of the gradients.
+        dtype: of the gradients; of complex ones, that of their parts.
         layout: mesh and placements of DTensors; else empty.
-        grads: the gradients; of a sparse one, its values.
+        grads: the gradients; of a sparse one, its values; of a complex one, a view of its parts.
         params: the parameter of each.
         positions: place of each parameter among all parameters of the optimizer.
     """
@@ -67,6 +67,18 @@ def _values(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad._values()
 
 
+def _parts(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The parts of a complex gradient, in its own memory: kernels and formats know real numbers.
+
+    One that is only marked as conjugate or negative is computed first, into ``param.grad``.
+    """
+    if grad.is_sparse:
+        return torch.view_as_real(_values(param, grad))
+    if grad.is_conj() or grad.is_neg():
+        grad = param.grad = grad.resolve_conj().resolve_neg()
+    return torch.view_as_real(grad)
+
+
 def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
     """Every gradient of ``optimizer``, in batches that one kernel can take.
 
@@ -88,11 +100,15 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
         found = param.grad
         if found is None:
             continue
-        device, dtype = found.device, found.dtype
+        device, stored = found.device, found.dtype
+        dtype = stored.to_real() if stored.is_complex else stored
         if dtype is torch.float16 and not allow_fp16:
             refused.append((position, param.shape))
             continue
-        grad = _values(param, found) if found.is_sparse else found
+        if dtype is not stored:
+            grad = _parts(param, found)
+        else:
+            grad = _values(param, found) if found.is_sparse else found
         layout: tuple[object, ...] = ()
         if type(grad) is not torch.Tensor and is_dtensor(grad):
             layout = (grad.device_mesh, grad.placements)

@@ -66,10 +66,11 @@ def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
     )
 
 
+_SQUARES_ARE_LOST = 2.0**-50
+"""Norms below this, added up in float32, lack the squares of small values: 1e-24 squared is 0 there."""
+
 _ROW = 4096
 _SMALL = 2048
-_TINY = 2.0**-50
-"""Norms below this are added up in float64: in float32 the squares they are made of may be lost."""
 
 
 def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +109,9 @@ def _total_on_cpu(batch: Batch) -> float:
     wide = torch.promote_types(batch.dtype, torch.float32)
     pieces = [_shortened(tensor, wide) for tensor in _joined(batch.grads)]
     norm = math.hypot(*_torch.norms(pieces, wide).tolist())
-    return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist()) if norm < _TINY else norm
+    if norm < _SQUARES_ARE_LOST and wide is torch.float32:
+        return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
+    return norm
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,8 +120,11 @@ def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[to
     norms = _torch.norms([_shortened(tensor, wide) for tensor in tensors], wide).double()
     finite = torch.isfinite(norms)
     if finite.all():
-        tiny = bool((norms < _TINY).any())
-        return _torch.norms(tensors, torch.float64) if tiny else norms, finite
+        small = norms < _SQUARES_ARE_LOST
+        if wide is torch.float32 and small.any():
+            again = [tensors[place] for place in small.nonzero().flatten().tolist()]
+            norms[small] = _torch.norms(again, torch.float64)
+        return norms, finite
     return _torch.norms(tensors, torch.float64), torch.isfinite(_peaks(tensors))
 
 

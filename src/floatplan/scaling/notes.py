@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from floatplan.errors import FloatplanWarning
-from floatplan.scaling.settings import users_line
+from floatplan.errors import FloatplanWarning, users_line
 
 if TYPE_CHECKING:
     from floatplan.scaling.misuse import Watch

@@ -5,7 +5,8 @@ Mistakes raise the types that torch raises, with the call to change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,27 @@ def unchanged(optimizer: torch.optim.Optimizer, before: Marks) -> bool:
             for (grad, version), (other, other_version) in zip(now, before, strict=True)
         )
     )
+
+
+@contextmanager
+def own_writes(states: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Around writes of ours to unscaled gradients: they need not be looked at again, only their norm is old.
+
+    What somebody else had changed before stays changed.
+    """
+    held = [
+        (state, [grad._version for grad, _ in state["unscaled"]]) for state in states if "unscaled" in state
+    ]
+    yield
+    for state, versions in held:
+        before: Marks = state["unscaled"]
+        now = [grad._version for grad, _ in before]
+        if now != versions or any(gradients.is_dtensor(grad) for grad, _ in before):  # their shards count
+            state["clipped"] = True
+            state["unscaled"] = [
+                (grad, new if mark == old else mark)
+                for (grad, mark), old, new in zip(before, versions, now, strict=True)
+            ]
 
 
 def may_unscale(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:

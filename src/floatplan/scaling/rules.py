@@ -117,7 +117,7 @@ class Memory:
         """The same without a tensor; waits for the device if there is one."""
         if self.tensor is None:
             return replace(self)
-        overflows, best, skips = self.tensor.tolist()
+        overflows, best, skips = self.tensor.cpu().tolist()
         return Memory(int(overflows), best, int(skips))
 
     def scale_was_set(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from floatplan import _torch
 from floatplan.scaling import gradients
 from floatplan.scaling.measure import divided, flag_, measure, total_is_enough
 from floatplan.scaling.written import bound
@@ -76,6 +77,11 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def must_be_asked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step at a set flag does more than nothing: hooks would run, or a buffer stay unset."""
+    return _torch.has_step_hooks(optimizer) or makes_momentum(optimizer)
+
+
 def _flag_useless(flags: gradients.Flags, divisor: torch.Tensor) -> None:
     """Set every flag if 1/divisor is 0 or not finite."""
     if divisor.device.type == "cpu" and not gradients.is_useless(divisor.item()):
@@ -108,19 +114,20 @@ def step(
     if not flags:
         return None
     if divisor is not None:
-        measured, limit = state.get("measured", ()), bound(optimizer)
-        state["bound"] = limit
-        if not total_is_enough(measured, divisor, limit):
-            measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
-        state["measured"] = divided(measured, divisor, limit)
-        flag_(flags, state["measured"])
+        limit = state["bound"] = bound(optimizer)
+        for name in ("measured", "changed"):
+            measured = state.get(name, ())
+            if not total_is_enough(measured, divisor, limit):
+                measured = measure(gradients.collect(optimizer, allow_fp16=True), each=True)
+            state[name] = divided(measured, divisor, limit)
+            flag_(flags, state[name])
         _flag_useless(flags, divisor)
     if scaler._note_fault(optimizer, state):
         return None
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
     with lent(optimizer, divisor, refused):
         # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
-        ask = refused.device.type == "cpu" or makes_momentum(optimizer)
+        ask = refused.device.type == "cpu" or must_be_asked(optimizer)
         if ask and refused.item():
             return None
         return optimizer.step(*args, **kwargs)

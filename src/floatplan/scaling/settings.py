@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numbers
 import operator
-import sys
 import warnings
 from importlib.util import find_spec
-from types import FrameType
 from typing import SupportsFloat
 
 import torch
 
-from floatplan.errors import PrecisionWarning
+from floatplan.errors import PrecisionWarning, users_line
 from floatplan.formats import FORMATS
 from floatplan.scaling.rules import MAX_SCALE, MIN_SCALE, Limits, to_float32
 
@@ -30,18 +28,6 @@ def device_type(device: str | torch.device) -> str:
     if not isinstance(device, str):
         raise TypeError(f"device must be a string or a torch.device, got a {type(device).__name__}")
     return device.partition(":")[0]
-
-
-def users_line() -> int:
-    """``stacklevel`` for a warning of the caller, such that it points at the user's line."""
-    ours = __name__.partition(".")[0]
-    level, frame = 1, sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] == ours:
-        above: FrameType | None = frame.f_back
-        if above is None:
-            break
-        level, frame = level + 1, above
-    return level
 
 
 def can_scale_on(device: str) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from floatplan.errors import FloatplanWarning, ScalingError
+from floatplan.errors import FloatplanWarning, ScalingError, users_line
 from floatplan.records import StepResult
 from floatplan.scaling.rules import Limits, Memory
-from floatplan.scaling.settings import checked_count, users_line
+from floatplan.scaling.settings import checked_count
 
 OnSkips = str | Callable[[StepResult], object]
 

@@ -2,15 +2,70 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from floatplan.engine import Plan
 from floatplan.errors import StepError, nearest
+from floatplan.scaling import GradScaler
+from floatplan.step import notes
+from floatplan.step.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+ALIASES = {
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "amp": "fp16",
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "32": "fp32",
+}
+
+
+def models_of(models: object) -> tuple[nn.Module, ...]:
+    """The models, or StepError."""
+    given = (models,) if isinstance(models, nn.Module) else models
+    found = tuple(given) if isinstance(given, Iterable) else ()
+    if not found or not all(isinstance(model, nn.Module) for model in found):
+        raise StepError(f"the first argument is a module or a list of modules, got {_kind(models)}")
+    return found
+
+
+def optimizers_of(optimizers: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers, or StepError."""
+    is_one = hasattr(optimizers, "param_groups")
+    found: tuple[Any, ...] = (
+        (optimizers,) if is_one else tuple(optimizers) if isinstance(optimizers, list | tuple) else ()
+    )
+    if not found or not all(_is_optimizer(one) for one in found):
+        raise StepError(
+            f"the second argument is an optimizer or a list of optimizers, got {_kind(optimizers)}; make one "
+            "of the model's parameters, such as torch.optim.AdamW(model.parameters())"
+        )
+    return found
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(getattr(value, "param_groups", None), list) and callable(getattr(value, "step", None))
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | tuple):
+        kinds = ", ".join(sorted({type(one).__name__ for one in value}))
+        return f"a {type(value).__name__} of {kinds or 'nothing'}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def checked_precision(precision: object) -> torch.dtype | Plan:
@@ -21,24 +76,96 @@ def checked_precision(precision: object) -> torch.dtype | Plan:
         return DTYPES[precision]
     if isinstance(precision, torch.dtype) and precision in DTYPES.values():
         return precision
-    hint = nearest(precision, DTYPES) if isinstance(precision, str) else ""
+    hint = ""
+    if isinstance(precision, str):
+        alias = ALIASES.get(precision.lower()) or (precision.lower() if precision.lower() in DTYPES else None)
+        hint = nearest(precision, DTYPES) if alias is None else f"; did you mean {alias!r}?"
     raise StepError(
         f"precision must be 'bf16', 'fp16', 'fp32', one of those dtypes or a fp.Plan, got {precision!r}{hint}"
     )
 
 
-def checked_count(accumulate: int) -> int:
+def checked_count(accumulate: object) -> int:
     """Micro-batches per step, or StepError."""
-    if not isinstance(accumulate, int) or accumulate < 1:
+    try:
+        count = 0 if isinstance(accumulate, bool) else operator.index(accumulate)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 1:
         raise StepError(f"accumulate counts micro-batches per step, 1 or more; got {accumulate!r}")
-    return accumulate
+    return count
 
 
-def checked_norm(clip_norm: float | None) -> float | None:
+def checked_norm(clip_norm: object) -> float | None:
     """A norm to clip at, or StepError."""
-    if clip_norm is not None and not clip_norm > 0:
-        raise StepError(f"clip_norm must be above 0, got {clip_norm!r}; leave it out not to clip")
-    return clip_norm
+    if clip_norm is None:
+        return None
+    try:
+        value = math.nan if isinstance(clip_norm, bool | str) else float(clip_norm)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not value > 0:
+        raise StepError(f"clip_norm must be a number above 0, got {clip_norm!r}; leave it out not to clip")
+    return value
+
+
+def checked_scaler(scaler: object, settings: Settings) -> GradScaler | None:
+    """The scaler to use; None for one that is disabled, or StepError."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, GradScaler):
+        raise StepError(
+            f"scaler must be a fp.GradScaler, got {type(scaler).__module__}.{type(scaler).__qualname__}; "
+            "fp.GradScaler(device) loads the state of torch's"
+        )
+    if not settings.says_nothing_of_scale():
+        raise StepError("scaler= and settings of the scale exclude each other; give them to the GradScaler")
+    return scaler if scaler.is_enabled() else None
+
+
+def schedulers_of(scheduler: object) -> tuple[Any, ...]:
+    """The schedulers to move after a step, or StepError."""
+    found = (
+        () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    )
+    for one in found:
+        if not callable(getattr(one, "step", None)):
+            raise StepError(f"scheduler must have a method step(), got a {type(one).__name__}")
+        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise StepError(
+                "ReduceLROnPlateau.step() needs a metric, which an Amp does not have; leave out scheduler= "
+                "and call scheduler.step(metric) yourself, mostly once per epoch"
+            )
+    return found
+
+
+def check_has_backward(has: bool, call: str) -> None:
+    """StepError unless there are gradients for ``call``."""
+    if not has:
+        is_step = call == "step()"
+        raise StepError(
+            f"{call} {'without a loss, and ' if is_step else ''}no backward() since the last step(): there "
+            f"are no gradients; {'pass the loss, or ' if is_step else ''}call amp.backward(loss) before"
+        )
+
+
+def check_loss(loss: object) -> None:
+    """StepError unless ``backward`` can start from ``loss``."""
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"the loss must be a tensor with a graph, got a {type(loss).__name__}; pass what loss_fn(...) "
+            "returns, not its item()"
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise StepError(
+            f"the loss must be one real number, got {loss.dtype} of shape {tuple(loss.shape)}; take its "
+            "mean() or sum()"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "the loss depends on no parameter that requires a gradient; was it computed under no_grad(), "
+            "detached, or are all parameters frozen?"
+        )
 
 
 def check_parameters(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -67,8 +194,7 @@ def check_parameters(models: Iterable[nn.Module], optimizers: Iterable[torch.opt
             known.get(id(p), str(tuple(p.shape))) for p in params if p.requires_grad and p.dtype.itemsize < 4
         ]
         if low:
-            more = f" and {len(low) - 3} more" if len(low) > 3 else ""
             raise StepError(
-                f"trainable parameters in 16 bits: {', '.join(low[:3])}{more}. Small updates would be lost. "
+                f"trainable parameters in 16 bits: {notes.some(low)}. Small updates would be lost. "
                 "Make them float32 before the optimizer is made: fp.upcast_trainable(model), or model.float()"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from floatplan.errors import StepError
-from floatplan.records import StepResult
+from floatplan.scaling.evidence import Evidence
+from floatplan.scaling.snapshot import Snapshot
 from floatplan.step.window import Window
 
 
@@ -19,12 +19,25 @@ class _NotFinite(Exception):
     """Ends an optimizer's line search: a gradient is not finite."""
 
 
+def _ends_refused(window: Window, refused: bool) -> bool:
+    """Whether the step of any rank is refused.
+
+    A rank that is through takes part in the evaluations of the others, with a flag that stands below theirs
+    so that all of them see when the last one is through.
+    """
+    while True:
+        flag = window.vote(1.0 if refused else -1.0)
+        if flag:
+            return flag > 0
+
+
 def step_with_closure(
     window: Window,
     loss_of: Callable[[], Tensor],
     region: Callable[[], AbstractContextManager[Any]],
+    backward: Callable[[Tensor], None],
     clip_norm: float | None,
-) -> StepResult:
+) -> Evidence:
     """Let the optimizer evaluate ``loss_of`` as often as it likes; all of the step or, if a gradient is not
     finite in any evaluation, nothing.
 
@@ -32,53 +45,55 @@ def step_with_closure(
         window: of one optimizer, with nothing in it.
         loss_of: runs the forward and returns the loss, 0-dim, not scaled.
         region: of the forward.
+        backward: adds the gradients of a loss to the window.
         clip_norm: largest L2 norm of the gradients in each evaluation.
 
     Raises:
-        StepError: several optimizers, or gradients wait in the window.
+        StepError: several optimizers, gradients wait in the window, or ``loss_of`` calls backward itself.
     """
     if len(window.optimizers) != 1:
         raise StepError("a step with a function is one optimizer's: pass optimizer=...")
     if not window.is_fresh:
         raise StepError(
-            "a step with a function cannot end a window of other gradients; call step() or flush() first"
+            "a step with a function cannot end a window of other gradients; call step() or flush() first, or "
+            "skip() to throw them away"
         )
     (optimizer,) = window.optimizers
-    weights = [parameter.detach().clone() for parameter in window.parameters()]
-    state = copy.deepcopy(optimizer.state_dict())
-    scale = window.scale()
+    before = Snapshot(optimizer)
+    found = overflowed = torch.zeros(())
 
     def evaluate() -> Tensor:
+        nonlocal found, overflowed
         window.clear()
         with torch.enable_grad():
             with region():
                 loss = loss_of()
-            window.backward(loss)
-        window.unscale()
-        if window.found_inf().item():
+            if any(parameter.grad is not None for parameter in window.parameters()):
+                raise StepError(
+                    "the function called backward() itself; an Amp does that: return the loss, not scaled"
+                )
+            backward(loss)
+        window.unscale(marks=False)
+        found, overflowed, _ = window.verdict()
+        if found.item():
             raise _NotFinite
         if clip_norm is not None:
             window.clip(clip_norm)
         return loss.detach()
 
-    def put_back() -> None:
-        with torch.no_grad():
-            for parameter, weight in zip(window.parameters(), weights, strict=True):
-                parameter.copy_(weight)
-        optimizer.load_state_dict(state)
-
-    refused, value = False, None
+    refused, is_finite, value = False, True, None
     try:
         value = optimizer.step(evaluate)  # type: ignore[arg-type]
-        refused = not all(bool(parameter.isfinite().all()) for parameter in window.parameters())
+        is_finite = all(bool(parameter.isfinite().all()) for parameter in window.parameters())
+        refused = _ends_refused(window, not is_finite)
     except _NotFinite:
         refused = True
     except BaseException:
-        put_back()
+        before.restore()
         raise
     if refused:
-        put_back()
-    window.update_scale(torch.tensor(float(refused)))
-    evidence = window.evidence(refused, scale, value)
-    evidence.scale_after = window.scale()
-    return StepResult(evidence)
+        before.restore()
+    evidence = window.evidence(refused, value)
+    evidence.shared = evidence.shared and is_finite
+    window.update_scale(torch.maximum(found, torch.tensor(float(refused))), overflowed)
+    return evidence

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer
 from floatplan import _torch
 from floatplan.errors import StepError
 from floatplan.policy import names as globs
+from floatplan.scaling import gradients
 
 # What a module that holds the first two calls so is a norm: torch's own, SyncBatchNorm, other libraries'.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -126,6 +127,8 @@ class Statistics:
         self._groups: list[_Group] = []
         self._absent: list[_Place] = []
         self._uninitialised: list[nn.Module] = []
+        self._in_training: set[int] = set()
+        self._further: list[Statistics] = []
         self.taken = False
 
     def __len__(self) -> int:
@@ -139,6 +142,8 @@ class Statistics:
         ]
         live += [place.held.get(place.key) for place in self._named]
         self.taken = True
+        self._in_training = {id(module) for module, _ in self._norms if module.training}
+        self._further = []
         if len(live) != len(self._seen) or not all(map(is_, live, self._seen)):
             self._group(live)
         if not self._groups:
@@ -149,6 +154,29 @@ class Statistics:
             except RuntimeError:  # a tensor was given another device or shape where it is
                 self._group(live)
                 self._take()
+
+    def take_more(self) -> None:
+        """Keep those of modules that came into training mode since `take`, too."""
+        new = [module for module, _ in self._norms if module.training and id(module) not in self._in_training]
+        if new:
+            self._in_training.update(map(id, new))
+            self._further.append(Statistics(new))
+            self._further[-1].take()
+
+    def spoiled(self) -> torch.Tensor | None:
+        """Whether a value that is covered is not finite now: 0-dim float32, 1.0 or 0.0. None: nothing is."""
+        live = [
+            buffer
+            for group in self._groups
+            for place in group.places
+            if (buffer := place.held.get(place.key)) is not None and buffer.is_floating_point()
+        ]
+        flags = [more for one in self._further if (more := one.spoiled()) is not None]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for buffer in live:
+            by_device.setdefault(buffer.device, []).append(buffer.detach().reshape(-1).float())
+        flags += [(~torch.isfinite(torch.cat(of_one)).all()).float() for of_one in by_device.values()]
+        return flags[0] if len(flags) == 1 else gradients.any_flag(flags, flags[0].device) if flags else None
 
     def restore(self, where: torch.Tensor | None = None) -> None:
         """Put back what `take` kept, bit by bit. What was kept stays, and can be restored again.
@@ -166,6 +194,8 @@ class Statistics:
         """
         if not self.taken:
             raise StepError("there is nothing to restore; call take() before the first forward of the step")
+        for more in self._further:
+            more.restore(where)
         with torch.no_grad():
             flag = None if where is None else where.reshape(()) != 0
             for group in self._groups:
@@ -179,7 +209,9 @@ class Statistics:
 
     def state_dict(self) -> list[torch.Tensor]:
         """What is kept, one tensor per group of buffers; empty where nothing was taken."""
-        return [group.kept.clone() for group in self._groups if group.kept is not None] if self.taken else []
+        if not self.taken or self._further:  # a further set has no place in the state of an equal model
+            return []
+        return [group.kept.clone() for group in self._groups if group.kept is not None]
 
     def load_state_dict(self, state: list[torch.Tensor]) -> None:
         """Keep what `state_dict` of the statistics of an equal model returned.
@@ -204,6 +236,7 @@ class Statistics:
     def drop(self) -> None:
         """Forget what was kept: after a step that counted, or when a state was loaded since."""
         self.taken = False
+        self._further = []
         for group in self._groups:
             group.kept = None
 

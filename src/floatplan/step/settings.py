@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from floatplan.errors import StepError
 from floatplan.policy import Policy
 from floatplan.records import StepResult
+from floatplan.scaling import GradScaler
 
 OnSkips = Literal["raise", "warn"] | Callable[[StepResult], None]
 
@@ -26,16 +28,19 @@ class Settings:
         hysteresis: overflows until the scale backs off.
         regrowth_interval: good steps in a row before the scale grows while it is below one that has worked;
             None: ``growth_interval``.
-        max_consecutive_skips: so many skipped steps in a row are too many.
+        max_consecutive_skips: so many skipped steps in a row are too many; None: never.
         on_skips: what happens then: "raise" a `ScalingError`, "warn", or call this with the `StepResult`.
         on_bad_micro_batch: "skip" the whole window, or "drop" the micro-batch alone: it is checked before it
             is added, which costs one more pass over the gradients.
         buffers: names of buffers (globs such as "*.codebook") that a skipped step puts back, as it does the
             running statistics of batch and instance norms.
-        ema: an averaged model; its ``update_parameters`` is called with the first model after each step that
-            was taken.
+        ema: an averaged model; its ``update_parameters`` is called with the first model after each step of
+            parameters of that model that was taken.
         policy: of the region.
         device_type: where the models run; by default that of their parameters.
+
+    Raises:
+        StepError: a value that no training can run with; says which.
     """
 
     init_scale: float = 2.0**16
@@ -46,10 +51,65 @@ class Settings:
     max_scale: float | None = None
     hysteresis: int = 1
     regrowth_interval: int | None = None
-    max_consecutive_skips: int = 50
+    max_consecutive_skips: int | None = 50
     on_skips: OnSkips = "raise"
     on_bad_micro_batch: Literal["skip", "drop"] = "skip"
     buffers: tuple[str, ...] = ()
     ema: Any = None
     policy: Policy = field(default_factory=Policy.unified)
     device_type: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check(self.on_bad_micro_batch in ("skip", "drop"), "on_bad_micro_batch", "'skip' or 'drop'")
+        self._check(
+            self.on_skips in ("raise", "warn") or callable(self.on_skips),
+            "on_skips",
+            "'raise', 'warn' or a function of a StepResult",
+        )
+        limit = self.max_consecutive_skips
+        is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        self._check(limit is None or is_count, "max_consecutive_skips", "a count of at least 1, or None")
+        self._check(
+            self.ema is None or callable(getattr(self.ema, "update_parameters", None)),
+            "ema",
+            "an averaged model with update_parameters, as torch.optim.swa_utils.AveragedModel",
+        )
+        self._check(isinstance(self.policy, Policy), "policy", "a fp.Policy")
+        buffers: object = self.buffers
+        self._check(
+            not isinstance(buffers, str) and all(isinstance(name, str) for name in self.buffers),
+            "buffers",
+            "a tuple of names or globs",
+        )
+        try:
+            self.scaler("cpu")
+        except (ValueError, TypeError, AssertionError) as error:
+            raise StepError(f"Settings: {error}") from error
+
+    def _check(self, fits: bool, name: str, wanted: str) -> None:
+        if not fits:
+            raise StepError(f"Settings: {name} must be {wanted}, got {getattr(self, name)!r}")
+
+    def scaler(self, device_type: str) -> GradScaler:
+        """A new scaler as these settings want it."""
+        return GradScaler(
+            device_type,
+            self.init_scale,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            hysteresis=self.hysteresis,
+            regrowth_interval=self.regrowth_interval,
+            max_consecutive_skips=None,
+            check_losses=False,
+        )
+
+    def says_nothing_of_scale(self) -> bool:
+        """Whether everything about the loss scale is as by default."""
+        names = (
+            "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
+            "hysteresis", "regrowth_interval",
+        )  # fmt: skip
+        return all(getattr(self, name) == getattr(Settings, name) for name in names)

@@ -1,251 +1,158 @@
-"""A window: what happens to the gradients of some optimizers between two of their steps.
+"""A window: the micro-batches of one step, and what becomes of them at its end.
 
-The micro-batches of a window are summed in ``.grad`` under one scale, and the sum is divided by scale and
-number of micro-batches once, at its end. All optimizers of a window step, or none does.
+Gradients of a window are sums of scaled gradients in float32; it is unscaled once, at its end. The scale is
+that of its first backward. All optimizers of a window step, or none does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from floatplan.errors import StepError
-from floatplan.scaling import GradScaler, gradients, self_scaling
-from floatplan.scaling.evidence import Evidence
-from floatplan.scaling.gradients import Flags
-from floatplan.scaling.measure import Measured, Part, flag_, measure, total_norm
+from floatplan.scaling import gradients
+from floatplan.scaling.gradients import Batch, Flags
+from floatplan.scaling.measure import Part, flag_, measure, total_norm
 from floatplan.scaling.written import UPDATE, bound, fault
+from floatplan.step import notes
+from floatplan.step.marks import marks_of, same
+from floatplan.step.micro_batches import MicroBatches
+from floatplan.step.names import placed
 
-Reduce = Callable[[Tensor], None]
-"""Makes a 0-dim float32 flag the largest of all ranks, in place."""
-
-
-@dataclass
-class Names:
-    """Parameters in the order of the models, which is mostly that of the forward.
-
-    Attributes:
-        names: qualified name of each.
-        places: position in ``names`` by ``id`` of the parameter.
-    """
-
-    names: tuple[str, ...]
-    places: dict[int, int]
-
-    @staticmethod
-    def of(models: Sequence[torch.nn.Module]) -> Names:
-        """The parameters of ``models``; with several models, names begin with the number of theirs."""
-        names: list[str] = []
-        places: dict[int, int] = {}
-        for number, model in enumerate(models):
-            for name, parameter in model.named_parameters():
-                if id(parameter) not in places:
-                    places[id(parameter)] = len(names)
-                    names.append(name if len(models) == 1 else f"{number}.{name}")
-        return Names(tuple(names), places)
+LOW = (torch.float16, torch.bfloat16)
 
 
-class Window:
-    """The gradients of ``optimizers`` from a first backward to the step.
-
-    Args:
-        optimizers: step together.
-        names: of all parameters.
-        scaler: holds the scale; None where the loss is not scaled.
-        drops: a micro-batch whose gradients are not finite is left out of the sum.
-        reduce: see `Reduce`; None on a single rank.
-
-    Attributes:
-        counted: micro-batches in the sum.
-        dropped: micro-batches left out of it.
-        is_open: a backward ran since the last micro-batch was closed.
-        is_unscaled: the gradients are those that the optimizers take.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        names: Names,
-        scaler: GradScaler | None,
-        drops: bool = False,
-        reduce: Reduce | None = None,
-    ) -> None:
-        self.optimizers = tuple(optimizers)
-        self.scaler = scaler
-        self._names, self._drops, self._reduce = names, drops, reduce
-        self._sums: dict[Tensor, Tensor] = {}
-        self._skips: int | Tensor = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the gradients: the next backward is the first of a window."""
-        self.counted = self.dropped = 0
-        self.is_open = self.is_unscaled = False
-        self._sums = {}
-        self._flags: list[Flags] = []
-        self._fault: str | None = None
-        self._too_large = UPDATE
-        self._measured: Measured = ()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether nothing is in it yet."""
-        return not (self.counted or self.dropped or self.is_open)
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Those of the optimizers."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-
-    # --- Micro-batches --------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Add the gradients of ``loss`` to those of the micro-batch.
-
-        If it fails in the middle, as when memory runs out, the window is cleared.
-
-        Raises:
-            StepError: the window is unscaled already.
-        """
-        if self.is_unscaled:
-            raise StepError(
-                "backward() came after unscale() in the same window, so its gradients would be larger than "
-                "the others by the scale; call backward() before unscale(), or step() in between"
-            )
-        if self.is_fresh:
-            self.clear()
-        if self._drops and not self.is_open:
-            self._sums = {p: p.grad for p in self.parameters() if p.grad is not None}
-            for parameter in self._sums:
-                parameter.grad = None
-        self.is_open = True
-        scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
-        try:
-            scaled.backward(**options)  # type: ignore[no-untyped-call]
-        except BaseException:
-            self.clear()  # some of the gradients are there and some are not
-            raise
-
-    def close_micro_batch(self) -> bool:
-        """End the micro-batch. Returns whether it counts."""
-        self.is_open = False
-        is_good = not (self._drops and self._is_bad())
-        if is_good:
-            self.counted += 1
-        else:
-            self.dropped += 1
-        if self._drops:
-            self._put_back(is_good)
-        return is_good
-
-    def _is_bad(self) -> bool:
-        flags: list[Tensor] = []
-        for optimizer in self.optimizers:
-            here: Flags = {}
-            flag_(here, measure(gradients.collect(optimizer, allow_fp16=True)))
-            flags += here.values()
-        return self._any(flags)
-
-    def _put_back(self, is_good: bool) -> None:
-        for parameter in self.parameters():
-            before = self._sums.get(parameter)
-            if not is_good or parameter.grad is None:
-                parameter.grad = before
-            elif before is not None:
-                parameter.grad = before.add_(parameter.grad)
-        self._sums = {}
-
-    def _any(self, flags: list[Tensor]) -> bool:
-        device = flags[0].device if flags else torch.device("cpu")
-        flag = gradients.any_flag(flags, device)
-        if self._reduce is not None:
-            self._reduce(flag)
-        return bool(flag.item())
+class Window(MicroBatches):
+    """The gradients of one step, unscaled, judged and clipped. Arguments are those of `MicroBatches`."""
 
     # --- The end --------------------------------------------------------------------------------------
 
-    def scale(self) -> float | Tensor:
-        """The scale of this window: a number where the host knows it."""
-        if self.scaler is None:
-            return 1.0
-        scale = self.scaler._get_scale_async()
-        return self.scaler.get_scale() if scale is None else gradients.snapshot(scale)
+    def _factor(self, device: torch.device) -> Tensor:
+        scale = self.scale()
+        return scale if isinstance(scale, Tensor) else gradients.number(scale, device)
 
-    def _scale(self) -> Tensor:
-        """The scale, 0-dim; that of a state that was loaded is made where the gradients lie."""
-        if self.scaler is None:
-            return torch.ones(())
-        if self.scaler._get_scale_async() is None:
-            device = next((p.grad.device for p in self.parameters() if p.grad is not None), None)
-            self.scaler._lazy_init_scale_growth_tracker(device or torch.device("cpu"))
-        scale = self.scaler._get_scale_async()
-        assert scale is not None
-        return scale
+    def unscale(self, marks: bool = True) -> None:
+        """Divide the sum by scale and micro-batches, and check that it is finite. Once per window.
 
-    def unscale(self) -> None:
-        """Divide the sum by scale and micro-batches, and check that it is finite. Once per window."""
+        Raises:
+            StepError: gradients were changed by others, or are of weights in 16 bits. Nothing has changed.
+        """
         if self.is_unscaled:
             return
+        self._check_untouched("unscale")
+        batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
+        self._check_dtypes(batches)
         if self.is_open:
             self.close_micro_batch()
-        inverse, useless = gradients.inverse(self._scale() * max(1, self.counted))
-        measured: list[Any] = []
-        for optimizer in self.optimizers:
-            with torch.no_grad():
-                batches = gradients.collect(optimizer, allow_fp16=False)
-                flags = gradients.unscale_(batches, inverse, useless)
-                limit = bound(optimizer)
-                found = [self._named(part, optimizer) for part in measure(batches, limit)]
-                flag_(flags, tuple(found))
-            measured += found
-            self._flags.append(flags)
-            self._fault = self._fault or fault(optimizer, {part.dtype for part in found})
-            self._too_large = limit.reason if limit.reason != UPDATE else self._too_large
-        self._measured = tuple(measured)
+            if self._drops:
+                batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
+        count = max(1, self.counted)
+        device = next((batch.device for of_one in batches for batch in of_one), torch.device("cpu"))
+        if self.scaler is not None and self.scaler._get_scale_async() is None:  # of a state that was loaded
+            self.scaler._lazy_init_scale_growth_tracker(device)
+        scale = self._factor(device)
+        inverse, useless = gradients.inverse(scale * count)
+        exact, _ = gradients.inverse(scale)
+        flags: list[Flags] = []
+        with torch.no_grad():
+            for of_one in batches:
+                # The factor is float32: of three micro-batches it would spoil gradients in float64.
+                wide = [batch for batch in of_one if batch.dtype is torch.float64 and count > 1]
+                others = [batch for batch in of_one if batch not in wide]
+                here = gradients.unscale_(others, inverse, useless)
+                flags.append({**gradients.unscale_(wide, exact, useless), **here})
+                for batch in wide:
+                    torch._foreach_div_(batch.grads, count)
+        self._look(batches, flags)
         self.is_unscaled = True
+        self._marks = marks_of(self.parameters()) if marks else None
 
-    def _named(self, part: Any, optimizer: torch.optim.Optimizer) -> Any:
-        if not isinstance(part, Part):
-            return part
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        places = self._names.places
-        return replace(
-            part, positions=[places.get(id(params[at]), len(places) + at) for at in part.positions]
-        )
+    def look_again(self) -> None:
+        """Check the gradients once more, if anybody has changed them since they were unscaled."""
+        if self._marks is None or same(self._marks, marks_of(self.parameters())):
+            return
+        self._earlier += [flag for of_one in self._flags for flag in of_one.values()]
+        batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
+        first = self._measured
+        self._look(batches, [{} for _ in batches])
+        self._changed, self._measured = self._measured, first
 
+    def _look(self, batches: Sequence[Sequence[Batch]], flags: list[Flags]) -> None:
+        measured: list[Any] = []
+        self._fault = None
+        with torch.no_grad():
+            for number, (optimizer, of_one) in enumerate(zip(self.optimizers, batches, strict=True)):
+                limit = bound(optimizer)
+                found = measure(of_one, limit)
+                if any(isinstance(part, Part) for part in found):
+                    found = placed(found, self._places_of(number))
+                flag_(flags[number], found)
+                measured += found
+                self._fault = self._fault or fault(optimizer, {batch.dtype for batch in of_one})
+                self._too_large = limit.reason if limit.reason != UPDATE else self._too_large
+        self._flags, self._measured = flags, tuple(measured)
+
+    def _check_dtypes(self, batches: Sequence[Sequence[Batch]]) -> None:
+        low = [p for of_one in batches for batch in of_one if batch.dtype in LOW for p in batch.params]
+        if low:
+            names = [gradients.name_at(self._names.names, at, low[0].shape) for at in self._names.places(low)]
+            raise StepError(
+                f"trainable parameters in 16 bits: {notes.some(names)}. Small updates would be lost. Make "
+                "them float32 before the optimizer is made: fp.upcast_trainable(model), or model.float()"
+            )
+
+    @property
     def has_gradients(self) -> bool:
         """Whether unscaling met any gradient."""
         return any(self._flags)
 
-    def found_inf(self) -> Tensor:
-        """1.0 if any of the optimizers, on any rank, would write what is not finite, else 0.0."""
-        flags = [flag for of_one in self._flags for flag in of_one.values()]
-        flag = gradients.any_flag(flags, flags[0].device if flags else torch.device("cpu"))
-        if self._fault is not None:
-            flag.fill_(1.0)
-        if self._reduce is not None:
-            self._reduce(flag)
-        return flag
+    def verdict(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(refused, overflowed, has gradients), 0-dim float32, 1.0 or 0.0, the same on all ranks.
 
-    def norm(self) -> float | Tensor:
-        """L2 norm over all unscaled gradients."""
-        devices = [device for flags in self._flags for device in flags]
-        return total_norm(self._measured, devices[0] if devices else torch.device("cpu"))
+        Refused is a step of which any optimizer, on any rank, would write what is not finite; overflowed is
+        one for which the scale was too high. A rank without gradients takes part all the same.
+        """
+        flags = [flag for of_one in self._flags for flag in of_one.values()]
+        device = self._device(flags)
+        refused = gradients.any_flag(flags, device)
+        overflowed = gradients.any_flag([refused, *self._earlier], device)
+        failed = gradients.number(0.0, device)
+        if self.scaler is not None and self._losses and (device.type != "cpu" or overflowed.item()):
+            losses = [gradients.to_device(loss.reshape(()).float(), device) for loss in self._losses]
+            failed = torch.stack(losses).isfinite().all().logical_not().float()
+        if self._fault is not None or (self.dropped and not self.counted):
+            refused.fill_(1.0)
+        present = gradients.number(bool(flags), device)
+        if self._reduce is not None:
+            together = torch.stack([refused, overflowed, present, failed])
+            self._reduce(together)
+            refused, overflowed, present, failed = together.unbind()
+        overflowed = overflowed * (failed <= 0)  # a lower scale would not have helped a forward that failed
+        if self._overflowed:
+            overflowed.fill_(1.0)
+        return refused, overflowed, present
+
+    def vote(self, value: float) -> float:
+        """Take part in a `verdict` of other ranks, with ``value``; what it says of a refusal."""
+        flags = torch.full((4,), value, device=self._device(()))
+        if self._reduce is not None:
+            self._reduce(flags)
+        return flags[0].item()
+
+    def _device(self, flags: Sequence[Tensor]) -> torch.device:
+        """Where a flag for all ranks lies: a group may not know CPU tensors."""
+        return flags[0].device if flags else next(self.parameters()).device
 
     def clip(self, max_norm: float) -> None:
         """Multiply the gradients by max_norm / norm where that is below 1. Only after `unscale`.
 
         A norm that is not finite changes nothing: the step is refused anyway.
         """
-        norm = self.norm()
+        devices = [device for flags in self._flags for device in flags]
+        norm = total_norm(self._changed or self._measured, devices[0] if devices else torch.device("cpu"))
         if isinstance(norm, float):
             if not max_norm < norm < float("inf"):
                 return
@@ -257,115 +164,78 @@ class Window:
                 by = factor.to(batch.device) if isinstance(factor, Tensor) else factor
                 torch._foreach_mul_(batch.grads, by)
 
-    def update_scale(self, found_inf: Tensor) -> None:
-        """Adjust the scale after the step."""
-        if self.scaler is not None:
-            state = self.scaler._per_optimizer_states[id(self)]
-            state["found_inf_per_device"] = {found_inf.device: found_inf}
-            self.scaler.update()
+    def next_scale(self) -> float | Tensor:
+        """The scale as it is now, after this step."""
+        self._used = None
+        return self.scale()
 
-    def evidence(self, refused: bool | Tensor, scale: float | Tensor, value: Any) -> Evidence:
-        """What the step did."""
-        self._skips = (self._skips + 1) * refused
-        names = ((self._names.names, len(self._names.names)),)
-        calibrated, lowest = True, 0.0
-        if self.scaler is not None:
-            calibrated, lowest = self.scaler._memory.best_scale > 0, self.scaler._limits.min_scale
-        return Evidence(
-            refused,
-            scale,
-            self._skips,
-            self._measured,
-            names,
-            value,
-            calibrated,
-            lowest,
-            self._too_large,
-            self._fault,
-        )
+    def update_scale(self, refused: Tensor, overflowed: Tensor) -> None:
+        """Adjust the scale after the step. One that was refused for another reason leaves it as it is."""
+        if self.scaler is None:
+            return
+        state = self.scaler._per_optimizer_states[id(self)]
+        state["found_inf_per_device"] = {overflowed.device: overflowed}
+        held = (refused != 0) & (overflowed == 0)
+        if overflowed.device.type == "cpu":
+            self.scaler.update() if not held.item() else self.scaler._forget_iteration()
+            return
+        moves = [self.scaler._scale, self.scaler._growth_tracker, self.scaler._memory.on(held.device)]
+        before = [(tensor, tensor.clone()) for tensor in moves if tensor is not None]
+        self.scaler.update()
+        for tensor, value in before:
+            torch.where(held, value, tensor, out=tensor)
+
+    # --- State ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, scale, and the gradients of a window that has begun, by the parameter's place."""
-        grads = (
-            {}
-            if self.is_fresh
-            else {n: p.grad for n, p in enumerate(self.parameters()) if p.grad is not None}
-        )
+        grads = {} if self.is_fresh else {n: p.grad for n, p in enumerate(self.parameters())}
+        places = {id(p): place for place, p in enumerate(self.parameters())}
         return {
             "counted": self.counted,
             "dropped": self.dropped,
+            "is_open": self.is_open,
+            "is_unscaled": self.is_unscaled,
+            "overflowed": self._overflowed,
+            "forward_failed": not all(bool(loss.isfinite().all()) for loss in self._losses),
             "skips": int(self._skips),
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
-            "grads": {place: grad.detach().clone() for place, grad in grads.items()},
+            "grads": {place: grad.detach().clone() for place, grad in grads.items() if grad is not None},
+            "sums": {places[id(p)]: grad.detach().clone() for p, grad in self._sums.items()},
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise StepError unless `load_state_dict` can take ``state``."""
-        missing = [name for name in self.state_dict() if name not in state]
-        if missing:
-            raise StepError(f"the state of a window has no {', '.join(missing)}; was it saved by an Amp?")
-        if bool(state["scaler"]) != (self.scaler is not None):
-            words = ("a scale", "none") if self.scaler is None else ("no scale", "one")
-            raise StepError(f"the state has {words[0]} and this precision {words[1]}; use the same precision")
-        shapes = {place: parameter.shape for place, parameter in enumerate(self.parameters())}
-        for place, grad in state["grads"].items():
-            if shapes.get(place) != grad.shape:
-                raise StepError(
-                    f"the state has a gradient of shape {tuple(grad.shape)} for parameter {place}"
-                )
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned and `floatplan.step.saved.check_window` has checked."""
         self.clear()
-        self.counted, self.dropped, self._skips = state["counted"], state["dropped"], state["skips"]
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state["scaler"]))
-        for place, parameter in enumerate(self.parameters()):
-            if place in state["grads"]:
-                parameter.grad = state["grads"][place].to(parameter.device).clone()
+        self.counted, self.dropped, self._skips = state["counted"], state["dropped"], state["skips"]
+        self.is_open, self._overflowed = state["is_open"], state["overflowed"]
+        if state["forward_failed"]:
+            self._losses.append(torch.tensor(torch.inf))
+        parameters = list(self.parameters())
+        for place, grad in state["grads"].items():
+            parameters[place].grad = grad.to(parameters[place].device).clone()
+        self._sums = {
+            parameters[place]: grad.to(parameters[place].device).clone()
+            for place, grad in state["sums"].items()
+        }
+        if not self.is_fresh:
+            self._marks = marks_of(parameters)
+        if state["is_unscaled"]:
+            batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
+            self._look(batches, [{} for _ in batches])
+            self.is_unscaled = True
 
-    def step(self, found_inf: Tensor) -> tuple[bool | Tensor, list[Any]]:
-        """Step every optimizer, or none if ``found_inf`` is set.
+    def __getstate__(self) -> dict[str, Any]:
+        """With the gradients: a copy of a parameter has none."""
+        grads = [] if self.is_fresh else [parameter.grad for parameter in self.parameters()]
+        return {**self.__dict__, "_marks": None, "_scale_mark": None, "_grads": grads}
 
-        On an accelerator the host is not asked where all optimizers look at the flag themselves.
-
-        Returns:
-            Whether the step was refused (0-dim where the host does not know), and what each optimizer
-            returned.
-        """
-        asks = found_inf.device.type == "cpu" or not all(map(_looks_at_flag, self.optimizers))
-        if asks and found_inf.item():
-            return True, []
-        values: list[Any] = []
-        for optimizer in self.optimizers:
-            if asks:
-                values.append(optimizer.step())
-            else:
-                with self_scaling.lent(optimizer, None, found_inf):
-                    values.append(optimizer.step())
-        return (False if asks else found_inf), values
-
-
-def _looks_at_flag(optimizer: torch.optim.Optimizer) -> bool:
-    return (
-        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        and not self_scaling.takes_scaler(optimizer)
-        and not self_scaling.makes_momentum(optimizer)
-    )
-
-
-@contextmanager
-def gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """What a backward in this context adds to the gradients of ``parameters`` is thrown away.
-
-    Naming the other parameters to autograd (``inputs=``) would lose, without a word, the gradients of those
-    inside of a reentrant checkpoint.
-    """
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        grads = state.pop("_grads")
+        self.__dict__.update(state)
+        if not self.is_fresh:
+            for parameter, grad in zip(self.parameters(), grads, strict=True):
+                parameter.grad = grad
+            self._marks = marks_of(self.parameters())

@@ -1,0 +1,104 @@
+"""What waits for the outcome of a step: the scheduler, the averaged model, the limit of skips in a row."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from floatplan.errors import ScalingError
+from floatplan.records import StepResult
+from floatplan.scaling.evidence import Evidence
+from floatplan.step import notes
+from floatplan.step.outcome import Outcome
+from floatplan.step.settings import Settings
+
+
+class _Waiting(NamedTuple):
+    result: StepResult
+    outcome: Outcome
+    schedulers: tuple[Any, ...]
+    averages: bool
+
+
+class Afterwards:
+    """Steps whose outcome the host does not know yet, and those whose skip nobody has judged.
+
+    Args:
+        settings: the averaged model, and the limit of skips in a row.
+        model: what is averaged.
+        advice: what may help where step after step is skipped.
+    """
+
+    def __init__(self, settings: Settings, model: nn.Module, advice: str) -> None:
+        self.settings, self._model, self._advice = settings, model, advice
+        self._waiting: list[_Waiting] = []
+        self._refused: list[StepResult] = []
+
+    def add(self, evidence: Evidence, schedulers: tuple[Any, ...], averages: bool) -> StepResult:
+        """A step is over.
+
+        What follows is done at once where the outcome is known, or where it would be seen to be late: an
+        averaged model. Otherwise when the result is read, or when the next step begins.
+
+        Args:
+            evidence: of the step.
+            schedulers: to be moved if it was taken.
+            averages: whether it stepped parameters of the model.
+
+        Raises:
+            ScalingError: too many in a row were skipped.
+        """
+        averages = averages and self.settings.ema is not None
+        result, outcome = StepResult(evidence), Outcome(evidence.found_inf)
+        if not (outcome.is_known or averages or schedulers) and self.settings.max_consecutive_skips is None:
+            return result
+        self._waiting.append(_Waiting(result, outcome, schedulers, averages))
+        if outcome.is_known or averages:
+            self.settle_and_judge()
+        else:
+            evidence.when_read = self.settle
+        return result
+
+    def settle(self) -> None:
+        """Move schedulers and the averaged model; waits for the device."""
+        while self._waiting:
+            waiting = self._waiting.pop(0)
+            if waiting.outcome.refused():
+                self._refused.append(waiting.result)
+                continue
+            try:
+                if waiting.averages:
+                    self.settings.ema.update_parameters(self._model)
+            finally:
+                for scheduler in waiting.schedulers:
+                    scheduler.step()
+
+    def settle_and_judge(self) -> None:
+        """`settle`, and see whether too many steps in a row were skipped.
+
+        Raises:
+            ScalingError: they were.
+        """
+        self.settle()
+        while self._refused:
+            self._judge(self._refused.pop(0))
+
+    def _judge(self, result: StepResult) -> None:
+        limit, on_skips = self.settings.max_consecutive_skips, self.settings.on_skips
+        if limit is None or result.skips_in_a_row < limit:
+            return
+        if on_skips != "raise" and result.skips_in_a_row % limit:
+            return
+        if callable(on_skips):
+            on_skips(result)
+            return
+        culprit = "" if result.culprit is None else f" (first in the backward: {result.culprit})"
+        where = "" if result.scale == 1.0 else f", at scale {result.scale:g}"
+        message = (
+            f"{result.skips_in_a_row} steps in a row were skipped: {result.reason}{culprit}{where}. No "
+            f"weight has changed. {self._advice}"
+        )
+        if on_skips == "raise":
+            raise ScalingError(message)
+        notes.warn(message)

@@ -1,0 +1,37 @@
+"""Words that an error or a warning of a training step carries besides what went wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from floatplan.errors import FloatplanWarning, users_line
+
+
+def some(names: Sequence[str], count: int = 3) -> str:
+    """The first few names, and how many there are besides."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def warn(message: str) -> None:
+    """A FloatplanWarning at the user's line."""
+    warnings.warn(message, FloatplanWarning, stacklevel=users_line())
+
+
+def add(error: BaseException, note: str) -> None:
+    """Add a note to an error of somebody else's code (Python 3.11 and later show it)."""
+    if hasattr(error, "add_note"):
+        error.add_note(f"floatplan: {note}")
+
+
+def of_backward(error: BaseException, was_first: bool, lost: int) -> str:
+    """What became of the gradients when a backward failed."""
+    words = f"the gradients of {lost} micro-batches before it are cleared, too. " if lost else ""
+    note = f"backward failed, and its gradients are cleared. {words}No weight has changed"
+    if was_first and "second time" in str(error):
+        note += (
+            ". step(loss) and backward(loss) of an Amp call loss.backward() themselves: leave it out, or "
+            "call step() without the loss after amp.backward(loss)"
+        )
+    return note

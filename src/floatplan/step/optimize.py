@@ -1,0 +1,68 @@
+"""The optimizers of a window step, or none does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from floatplan.scaling import self_scaling
+from floatplan.step import notes
+
+
+def step_all(optimizers: Sequence[torch.optim.Optimizer], refused: Tensor) -> tuple[bool | Tensor, list[Any]]:
+    """Step every optimizer, or none if ``refused`` is set.
+
+    On an accelerator the host is not asked where all optimizers look at the flag themselves.
+
+    Returns:
+        Whether the step was refused (0-dim where the host does not know), and what each optimizer returned.
+    """
+    asks = refused.device.type == "cpu" or not all(map(_looks_at_flag, optimizers))
+    if asks and refused.item():
+        return True, []
+    values: list[Any] = []
+    try:
+        for optimizer in optimizers:
+            if asks:
+                values.append(optimizer.step())
+            else:
+                with self_scaling.lent(optimizer, None, refused):
+                    values.append(optimizer.step())
+    except BaseException as error:
+        what = f"optimizer {len(values)} ({type(optimizers[len(values)]).__name__}) failed in its step"
+        before = f", after {len(values)} others had stepped" if values else ""
+        notes.add(
+            error,
+            f"{what}{before}. What it had written stays; the gradients are cleared, so that nothing is "
+            "stepped twice. Go on from a checkpoint to be sure of the weights",
+        )
+        raise
+    return (False if asks else refused), values
+
+
+def _looks_at_flag(optimizer: torch.optim.Optimizer) -> bool:
+    return (
+        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        and not self_scaling.takes_scaler(optimizer)
+        and not self_scaling.must_be_asked(optimizer)
+    )
+
+
+def needs_function(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step`` cannot do without a function that evaluates the model, as of L-BFGS."""
+    kind: Any = type(optimizer)
+    return _needs_closure(kind)
+
+
+@cache
+def _needs_closure(kind: Any) -> bool:
+    try:
+        closure = inspect.signature(kind.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,81 @@
+"""What an Amp's precision means: the region of the forward, and whether the loss is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from floatplan.engine import Plan, autocast
+from floatplan.errors import StepError
+from floatplan.policy import Policy
+from floatplan.scaling import GradScaler
+from floatplan.step import checks
+from floatplan.step.settings import Settings
+
+DEVICE_TYPES = ("cpu", "cuda")
+"""Where floatplan has regions."""
+
+
+class Precision:
+    """A dtype or a `Plan`, on one device type.
+
+    Args:
+        asked: "bf16", "fp16", "fp32", one of those dtypes, or a `Plan`.
+        device_type: where the models run.
+        settings: policy of the region, and how a scale moves.
+        scaler: the user's own, or None.
+
+    Raises:
+        StepError: an argument is none of these, or they exclude each other.
+    """
+
+    def __init__(self, asked: object, device_type: str, settings: Settings, scaler: object) -> None:
+        self.asked = checks.checked_precision(asked)
+        self._device_type, self._settings = device_type, settings
+        if isinstance(self.asked, Plan) and settings.policy is not Policy.unified():
+            raise StepError("a Plan has policies of its own; give them to its rules, not to Settings")
+        self.own_scaler = checks.checked_scaler(scaler, settings)
+        self.scales = self.own_scaler is not None or (scaler is None and self._has_fp16())
+
+    def __repr__(self) -> str:
+        return "a Plan" if isinstance(self.asked, Plan) else str(self.asked).removeprefix("torch.")
+
+    def _has_fp16(self) -> bool:
+        if isinstance(self.asked, Plan):
+            return "fp16" in (self.asked.default, *(rule.precision for rule in self.asked.rules))
+        return self.asked is torch.float16
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all is float32."""
+        return self.asked is torch.float32
+
+    def region(self) -> AbstractContextManager[Any]:
+        """The region of the forward; that of float32 and of a plan keeps a region around it out."""
+        if isinstance(self.asked, Plan) or self.is_full:
+            is_known = self._device_type in DEVICE_TYPES
+            return autocast(self._device_type, torch.bfloat16, enabled=False) if is_known else nullcontext()
+        return autocast(self._device_type, self.asked, policy=self._settings.policy)
+
+    def apply(self, models: Iterable[nn.Module]) -> None:
+        """Put a plan on the models."""
+        if isinstance(self.asked, Plan):
+            for model in models:
+                self.asked.apply(model, self._device_type)
+
+    def make_scaler(self) -> GradScaler | None:
+        """The scaler of a window; None where the loss is not scaled."""
+        if self.own_scaler is not None or not self.scales:
+            return self.own_scaler
+        return self._settings.scaler(self._device_type)
+
+    def advice(self) -> str:
+        """What may help where step after step is skipped."""
+        advice = "Look for inf or NaN in the data, and for a learning rate that is too high"
+        if not self.is_full:
+            advice += "; give modules with values above 65504 fp32 in a fp.Plan"
+        return advice + (", or use bf16" if self.scales else "")

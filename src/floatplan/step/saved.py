@@ -1,0 +1,106 @@
+"""Checks of a saved state of an `Amp`, before any of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from floatplan.errors import StepError
+from floatplan.scaling.saved import saved_state
+from floatplan.step.window import Window
+
+VERSION = 1
+_COUNTS = ("counted", "dropped", "skips")
+_FLAGS = ("is_open", "is_unscaled", "overflowed", "forward_failed")
+_TORCH_SCALER = "growth_factor"
+
+
+def windows_of(state: object, optimizers: int) -> dict[tuple[int, ...], Mapping[str, Any]]:
+    """The windows of ``state`` by the places of their optimizers.
+
+    Raises:
+        StepError: it is no state of an Amp, of another version, or of one with other optimizers.
+    """
+    if not isinstance(state, Mapping):
+        raise StepError(f"the state of an Amp is a dict, got a {type(state).__name__}")
+    if state.get("version") != VERSION or not isinstance(state.get("windows"), Mapping):
+        hint = ""
+        if _TORCH_SCALER in state:
+            hint = (
+                ". It is the state of a GradScaler: load it into one and pass that, "
+                "Amp(..., scaler=fp.GradScaler(device))"
+            )
+        raise StepError(
+            f"this state has version {state.get('version')!r}; this floatplan reads version {VERSION}{hint}"
+        )
+    statistics = state.get("statistics", [])
+    if not isinstance(statistics, list) or not all(isinstance(one, torch.Tensor) for one in statistics):
+        raise StepError("the running statistics in the state are no list of tensors")
+    found: dict[tuple[int, ...], Mapping[str, Any]] = {}
+    for name, window in state["windows"].items():
+        try:
+            places = tuple(int(place) for place in name.split(","))
+        except (AttributeError, ValueError):
+            places = ()
+        if not places or len(set(places)) < len(places) or min(places) < 0:
+            raise StepError(f"the state names a window {name!r}, which is no list of optimizers")
+        if max(places) >= optimizers:
+            raise StepError(
+                f"the state is of an Amp with {max(places) + 1} optimizers or more, and this one has "
+                f"{optimizers}; make it with the same optimizers in the same order"
+            )
+        found[places] = window
+    return found
+
+
+def check_window(state: object, window: Window) -> None:
+    """Raise StepError unless ``window`` can take ``state``."""
+    if not isinstance(state, Mapping):
+        raise StepError(f"the state of a window is a dict, got a {type(state).__name__}")
+    missing = [name for name in (*_COUNTS, *_FLAGS, "scaler", "grads", "sums") if name not in state]
+    if missing:
+        raise StepError(f"the state of a window has no {', '.join(missing)}; was it saved by an Amp?")
+    for name in _COUNTS:
+        count = state[name]
+        if type(count) is not int or not 0 <= count < 2**31:
+            raise StepError(f"the state of a window has {name}={count!r}, which is no count")
+    for name in _FLAGS:
+        if type(state[name]) is not bool:
+            raise StepError(
+                f"the state of a window has {name}={state[name]!r}, which is neither True nor False"
+            )
+    _check_scaler(state["scaler"], window)
+    parameters = list(window.parameters())
+    for name in ("grads", "sums"):
+        if not isinstance(state[name], Mapping):
+            raise StepError(f"the {name} of a window are a dict by the parameter's place")
+        for place, grad in state[name].items():
+            fits = isinstance(place, int) and 0 <= place < len(parameters) and isinstance(grad, torch.Tensor)
+            if not fits or (grad.shape, grad.dtype) != (parameters[place].shape, parameters[place].dtype):
+                got = f"{tuple(grad.shape)}, {grad.dtype}" if isinstance(grad, torch.Tensor) else repr(grad)
+                raise StepError(
+                    f"the state has a gradient for parameter {place} that does not fit it: {got}; load it "
+                    "into an Amp of an equal model"
+                )
+            if grad.is_meta:
+                raise StepError(
+                    f"the gradient for parameter {place} in the state is on 'meta': it has no values"
+                )
+
+
+def _check_scaler(state: object, window: Window) -> None:
+    if not isinstance(state, Mapping):
+        raise StepError(f"the scaler's state is a dict, got a {type(state).__name__}")
+    if bool(state) != (window.scaler is not None):
+        words = ("a scale", "none") if window.scaler is None else ("no scale", "one")
+        raise StepError(
+            f"the state has {words[0]} and this precision {words[1]}; use the same precision, or leave out "
+            "amp when loading, to begin with a scale of its own"
+        )
+    if state:
+        try:
+            saved_state(state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise StepError(f"the scaler's state cannot be used: {error}") from error

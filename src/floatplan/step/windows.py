@@ -1,0 +1,144 @@
+"""The windows of an Amp: one for each set of optimizers that steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from floatplan.errors import StepError
+from floatplan.scaling import GradScaler
+from floatplan.step import checks, saved
+from floatplan.step.names import Names
+from floatplan.step.precision import Precision
+from floatplan.step.window import Window
+
+Key = tuple[int, ...]
+"""Places of the optimizers in the Amp."""
+
+
+class Windows:
+    """Makes and finds windows. No two that share an optimizer have gradients at the same time.
+
+    Args:
+        models: hold the parameters.
+        optimizers: all of them.
+        precision: makes the scaler of a new window.
+        drops: see `Window`.
+        group: the process group whose ranks step together, or None.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        precision: Precision,
+        drops: bool,
+        group: Any,
+    ) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._precision, self._drops, self._group = precision, drops, group
+        self._names = Names(models)
+        self._sizes = self._count()
+        self._windows: dict[Key, Window] = {}
+
+    def __iter__(self) -> Iterator[Window]:
+        return iter(self._windows.values())
+
+    def of(self, optimizer: torch.optim.Optimizer | None, must_be_alone: bool = True) -> Window:
+        """The window of one optimizer, or that of all.
+
+        Args:
+            optimizer: steps alone; None: all step together.
+            must_be_alone: no other window that shares an optimizer with it may have gradients.
+
+        Raises:
+            StepError: one has, or the optimizer is not of this Amp.
+        """
+        key = tuple(range(len(self._optimizers)))
+        if optimizer is not None:
+            key = tuple(place for place, known in enumerate(self._optimizers) if known is optimizer)
+            if not key:
+                raise StepError(
+                    "this optimizer is none of those that the Amp was made with; pass it to Amp(...)"
+                )
+        for other_key, other in self._windows.items():
+            if must_be_alone and other_key != key and not other.is_fresh and set(other_key) & set(key):
+                raise StepError(
+                    "gradients of another window, that shares an optimizer with this one, wait for their "
+                    "step; call step() or flush() with the same optimizer argument as their backward first"
+                )
+        self._check_sizes()
+        window = self._windows.get(key)
+        if window is None:
+            if self._precision.own_scaler is not None and self._windows:
+                raise StepError(
+                    "a scaler of your own serves optimizers that always step together; leave out scaler=, "
+                    "and each optimizer that steps alone has one, or make an Amp for each"
+                )
+            window = self._windows[key] = self._make(key)
+        return window
+
+    def _make(self, key: Key) -> Window:
+        chosen = [self._optimizers[place] for place in key]
+        reduce = None if self._group is None else self._reduce
+        return Window(chosen, self._names, self._precision.make_scaler(), self._drops, reduce)
+
+    def _reduce(self, flags: Tensor) -> None:
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self._group)
+
+    def _count(self) -> tuple[int, ...]:
+        return tuple(
+            len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups
+        )
+
+    def _check_sizes(self) -> None:
+        """Look at the parameters again if an optimizer was given more."""
+        sizes = self._count()
+        if sizes != self._sizes:
+            checks.check_parameters(self._models, self._optimizers)
+            self._sizes = sizes
+
+    def nothing_waits(self) -> bool:
+        """Whether no window has gradients."""
+        return all(window.is_fresh for window in self)
+
+    def wait_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients of ``optimizer`` are in a window."""
+        return any(
+            not window.is_fresh and any(one is optimizer for one in window.optimizers) for window in self
+        )
+
+    def scaler(self) -> GradScaler:
+        """Of some window; a disabled one where the loss is not scaled."""
+        known = next((window.scaler for window in self), None)
+        return known or self._precision.make_scaler() or GradScaler("cpu", enabled=False)
+
+    # --- State ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of each window, by the places of its optimizers."""
+        return {",".join(map(str, key)): window.state_dict() for key, window in self._windows.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], before: Callable[[], None]) -> None:
+        """Take over the windows of an Amp's state, and have no others.
+
+        Args:
+            state: of an Amp.
+            before: called when all is checked and nothing changed.
+
+        Raises:
+            StepError: it does not fit. Nothing has changed then.
+        """
+        found = saved.windows_of(state, len(self._optimizers))
+        windows = {key: self._windows.get(key) or self._make(key) for key in found}
+        for key, of_window in found.items():
+            saved.check_window(of_window, windows[key])
+        before()
+        for window in self:
+            window.clear()
+        self._windows = windows
+        for key, of_window in found.items():
+            windows[key].load_state_dict(of_window)
