@@ -14,6 +14,7 @@ from loss_scale import FLOAT32_MAX
 from sequences.optimizers import SHAPES, Gradients, Kind
 
 OVERFLOW = "overflow: gradients are not finite"
+FORWARD = "forward: the loss is not finite, whatever the scale"
 AT_THE_FLOOR = "overflow: gradients are not finite, at the lowest scale"
 USELESS = "the scale is of no use: 1/scale is 0 or not finite"
 
@@ -125,8 +126,12 @@ class Found:
         return Found(norm_of(gradients) / divisor, tuple(bad), all_finite, empty)
 
 
-def reason_of(found: Found, scale: float, calibrated: bool, min_scale: float, kind: Kind) -> str:
+def reason_of(
+    found: Found, scale: float, calibrated: bool, min_scale: float, kind: Kind, forward_failed: bool
+) -> str:
     """Why gradients are refused."""
+    if forward_failed:
+        return FORWARD
     if found.finite:
         return f"overflow: {kind.too_large}"
     if scale <= min_scale:

@@ -122,8 +122,8 @@ class ScalerMachine(RuleBasedStateMachine):
         at, one = self.one(at)
         if one.stage == READY and not one.kind.is_lbfgs:
             gradients = taken_by(one.kind, gradients)
-            self.backward_of(at, gradients)
-            self.known.backward(at, gradients)
+            loss = self.backward_of(at, gradients)
+            self.known.backward(at, gradients, bool(loss.isfinite()))
 
     @rule(at=number)
     def unscale(self, at: int) -> None:
@@ -195,7 +195,7 @@ class ScalerMachine(RuleBasedStateMachine):
         before = self.weights_and_states()
         value = loss_of(self.params(at), gradients).detach()
         one.drop_gradients()
-        self.known.backward(at, gradients)
+        self.known.backward(at, gradients, bool(value.isfinite()))
         expected, _ = self.known.step(at)
         expected.value = value if expected.stepped else None
         result = self.scaler.step(self.optimizers[at], closure)
@@ -230,7 +230,7 @@ class ScalerMachine(RuleBasedStateMachine):
         finite = bad * scale <= FLOAT32_MAX
         _, is_useless = self.known.scale.inverse()
         found = Found(0.0, (0, 1) if is_bad else (), finite if is_bad else True, False)
-        expected = self.known.closed(at, found, is_useless)
+        expected = self.known.closed(at, found, is_useless, not is_bad or math.isfinite(bad))
         expected.grad_norm, expected.value = result.grad_norm, result.value
         if not expected.stepped:
             assert same(before, self.weights_and_states())
@@ -307,6 +307,7 @@ class ScalerMachine(RuleBasedStateMachine):
                 param.grad = gradient
         self.scaler.load_state_dict(scaler)
         known.is_made, known.told = self.known.is_made, self.known.told
+        known.forward_failed = self.known.forward_failed  # of losses that were scaled, which no state has
         self.known = known
         self.known.loaded(fresh)
 

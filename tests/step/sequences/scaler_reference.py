@@ -74,6 +74,7 @@ class KnownScaler:
         max_skips: iterations in a row at which it acts.
         is_made: something was scaled.
         is_loaded: ... or loaded.
+        forward_failed: a loss of the iteration was not finite.
         loaded_skips: from which optimizers go on that were not met since.
         order: numbers of the optimizers as they were met in this iteration.
         told: warnings that come once per optimizer.
@@ -87,6 +88,7 @@ class KnownScaler:
     max_skips: int | None
     is_made: bool = False
     is_loaded: bool = False
+    forward_failed: bool = False
     loaded_skips: int = 0
     order: list[int] = field(default_factory=list)
     told: set[tuple[int, str]] = field(default_factory=set)
@@ -110,10 +112,12 @@ class KnownScaler:
             self.order.append(number)
         return self.optimizers[number]
 
-    def backward(self, number: int, gradients: Coefficients) -> None:
+    def backward(self, number: int, gradients: Coefficients, is_finite: bool) -> None:
+        """Of a loss that ``is_finite`` or not."""
         one = self.optimizers[number]
         one.gradients = added(one.gradients, scaled(gradients, self.scale.scale))
         self.is_made = True
+        self.forward_failed |= not is_finite
 
     def unscale(self, number: int) -> None:
         one = self._meet(number)
@@ -176,10 +180,12 @@ class KnownScaler:
         reason = LR_IS_NAN if one.is_faulty else "stepped"
         if one.is_useless:
             reason = USELESS
-        elif one.is_refused:
+        elif one.is_refused and not one.is_faulty:
             culprit = one.names[found.bad[-1]]
             calibrated = self.scale.best > 0
-            reason = reason_of(found, self.scale.scale, calibrated, self.scale.min_scale, one.kind)
+            lowest = self.scale.min_scale
+            failed = self.forward_failed
+            reason = reason_of(found, self.scale.scale, calibrated, lowest, one.kind, failed)
         stepped = not (one.is_refused or one.is_faulty)
         norm = float("nan") if one.is_useless else found.norm
         expected = Expected(stepped, one.is_refused, reason, self.scale.scale, norm, culprit)
@@ -192,9 +198,10 @@ class KnownScaler:
             expected.skips_in_a_row = one.skips = self.streak(one) + 1
         return expected
 
-    def closed(self, number: int, found: Found, is_useless: bool) -> Expected:
+    def closed(self, number: int, found: Found, is_useless: bool, is_finite: bool) -> Expected:
         """The step of an optimizer that evaluates several times; ``found`` is of the last evaluation."""
         one = self._meet(number)
+        self.forward_failed |= not is_finite
         one.found, one.is_useless = found, is_useless
         self.is_made = True
         return self._judged(number, one, found)
@@ -233,7 +240,7 @@ class KnownScaler:
                 False,
             )
             one.waiting = []
-        self.order = []
+        self.order, self.forward_failed = [], False
         return self._act(waiting, overflow and before <= self.scale.min_scale) if moved else ([], [])
 
     def _act(self, results: list[Expected], at_the_floor: bool) -> tuple[list[Expected], list[str]]:
@@ -260,6 +267,6 @@ class KnownScaler:
         self.loaded_skips = self.scale.skips
         self.due, self.floor_told = self._next_due(), False
         if is_fresh:
-            self.is_made, self.told = False, set()
+            self.is_made, self.told, self.forward_failed = False, set(), False
         for one in self.optimizers:
             one.skips = None

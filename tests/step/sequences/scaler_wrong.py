@@ -68,7 +68,7 @@ class FullScalerMachine(ScalerMachine):
         at, one = self.one(at)
         if one.stage != UNSCALED or one.is_skipped:
             return
-        self.backward_of(at, gradients)
+        self.known.forward_failed |= not bool(self.backward_of(at, gradients).isfinite())
         with is_refused(self.everything, RuntimeError, r"unscale_\(\) was called twice"):
             self.scaler.unscale_(self.optimizers[at])
         self.skip(at)
