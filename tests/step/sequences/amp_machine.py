@@ -17,19 +17,12 @@ from torch import Tensor
 
 import floatplan as fp
 from floatplan.errors import ScalingError
-from sequences.amp_reference import Key, Result
+from sequences.amp_reference import Key
 from sequences.amp_setup import DTYPES, POLICY, AmpSetup, X, clips
-from sequences.calls import changes_nothing, check_said, warnings_of
+from sequences.calls import changes_nothing, warnings_of
 from sequences.gradients import Coefficients, coefficients, loss_of, narrow, taken_by
-from sequences.known_faults import (
-    DROPPED_FUNCTION,
-    FAULTY_SETTING,
-    KNOWN_FAULTS,
-    LOAD_CLEARS_WINDOWS,
-    LOAD_KEEPS_WINDOWS,
-    SAVED_IN_MICRO_BATCH,
-)
-from sequences.ledger import agrees
+from sequences.known_faults import KNOWN_FAULTS, LOAD_CLEARS_WINDOWS, SAVED_IN_MICRO_BATCH
+from sequences.ledger import Expected, agrees
 from sequences.optimizers import SHAPES, Alone, check_weights, same
 
 who = st.sampled_from([None, 0, 1])
@@ -43,10 +36,11 @@ class AmpMachine(AmpSetup):
 
     def forward(self, key: Key, batch: int) -> None:
         """Through the norm; windows that run beside each other would share its statistics."""
+        with self.amp.autocast():
+            if not self.alone:
+                self.model.norm(X[batch])
         if self.alone:
             return
-        with self.amp.autocast():
-            self.model.norm(X[batch])
         dtype = DTYPES.get(self.precision)
         region = nullcontext() if dtype is None else fp.autocast("cpu", dtype, policy=POLICY)
         with region:
@@ -67,7 +61,7 @@ class AmpMachine(AmpSetup):
     def outcome(
         self,
         call: Callable[[], fp.StepResult | None],
-        known: Callable[[fp.StepResult | None], Result],
+        known: Callable[[fp.StepResult | None], Expected],
         read: bool,
     ) -> None:
         """Hold a call beside what the reference says of it, who may look at the result."""
@@ -78,8 +72,8 @@ class AmpMachine(AmpSetup):
                 result = call()
             except ScalingError as raised:
                 error = raised
-        expected, words = known(result if read else None)
-        check_said(said, words)
+        expected = known(result if read else None)
+        assert not said
         acts = self.known.acts(expected)
         assert (error is not None) is (acts and self.known.raises)
         assert len(self.acted) == (acts and not self.known.raises)
@@ -124,8 +118,8 @@ class AmpMachine(AmpSetup):
         scheduled &= 0 in key
         scheduler = self.scheduler if scheduled else None
 
-        def known(result: fp.StepResult | None) -> Result:
-            self.known.backward(key, gradients)
+        def known(result: fp.StepResult | None) -> Expected:
+            self.known.backward(key, gradients, bool(loss.isfinite()))
             return self.known.step(key, clips_at, norm_in(result), scheduled)
 
         self.outcome(
@@ -138,8 +132,6 @@ class AmpMachine(AmpSetup):
     def micro_batch_with_a_faulty_setting(
         self, who: int | None, gradients: list[Coefficients], read: bool
     ) -> None:
-        if FAULTY_SETTING in KNOWN_FAULTS:
-            return
         key, _ = self.target(who)
         group = self.optimizers[key[0]].param_groups[0]
         rate, group["lr"] = group["lr"], math.nan
@@ -163,8 +155,9 @@ class AmpMachine(AmpSetup):
         if self.may_begin(key):
             gradients = self.fitting(gradients)
             self.forward(key, batch)
-            self.amp.backward(self.loss_of(gradients), **target)
-            self.known.backward(key, gradients)
+            loss = self.loss_of(gradients)
+            self.amp.backward(loss, **target)
+            self.known.backward(key, gradients, bool(loss.isfinite()))
 
     @rule(who=who)
     def unscale(self, who: int | None) -> None:
@@ -192,6 +185,9 @@ class AmpMachine(AmpSetup):
         clips_at = self.clip if clip is None else clip
         scheduled &= 0 in key
         scheduler = self.scheduler if scheduled else None
+        if flushes and window.said is not None:  # arguments that are left out are those of the last step
+            clips_at = window.said[0] if clip is None else clip
+            scheduled |= window.said[1]
         ends = self.known.finish if flushes else self.known.step
         self.outcome(
             lambda: call(clip_norm=clip, scheduler=scheduler, **target),
@@ -217,8 +213,6 @@ class AmpMachine(AmpSetup):
         if len(key) > 1 or self.known.is_barred(key) or not self.known.window(key).is_fresh:
             return
         (at,) = key
-        if self.known.drops and DROPPED_FUNCTION in KNOWN_FAULTS:
-            bad_at = 0
         kind, params = self.kinds[at], self.params(at)
         evaluations = 0
         ordinary: Coefficients = ((0.25, -0.5), (1.0, 0.5, 2.0))
@@ -233,17 +227,17 @@ class AmpMachine(AmpSetup):
             loss = sum((param - 1.0).square().sum() for param in params) / 2
             return loss + loss_of(params, spoiled) if is_bad else loss
 
-        def known(result: fp.StepResult | None) -> Result:
+        def known(result: fp.StepResult | None) -> Expected:
             is_bad = 0 < bad_at <= evaluations
             if kind.is_lbfgs:
-                expected, words = self.known.closed(key, is_bad), []
+                expected = self.known.closed(key, is_bad)
                 expected.grad_norm = None if result is None else result.grad_norm
             else:
                 taken = spoiled if is_bad else ordinary
-                self.known.backward(key, [taken] * len(self.kinds))
-                expected, words = self.known.finish(key, self.clip, norm_in(result), scheduled)
+                self.known.backward(key, [taken] * len(self.kinds), not is_bad)
+                expected = self.known.finish(key, self.clip, norm_in(result), scheduled)
             expected.value = None if result is None else result.value
-            return expected, words
+            return expected
 
         scheduled &= at == 0
         scheduler = self.scheduler if scheduled else None
@@ -252,12 +246,12 @@ class AmpMachine(AmpSetup):
     # --- State ----------------------------------------------------------------------------------------
 
     def is_well_saved(self) -> bool:
-        windows = self.known.windows.values()
-        in_micro_batch = any(window.has_backward for window in windows)
-        shared = len(self.known.windows) > 1 and not all(window.is_fresh for window in windows)
+        waits = not all(window.is_fresh for window in self.known.windows.values())
+        several = len(self.amp.state_dict()["windows"]) > 1
+        in_micro_batch = self.known.drops and any(window.is_open for window in self.known.windows.values())
         return not (
-            (in_micro_batch and SAVED_IN_MICRO_BATCH in KNOWN_FAULTS)
-            or (shared and LOAD_CLEARS_WINDOWS in KNOWN_FAULTS)
+            (waits and several and LOAD_CLEARS_WINDOWS in KNOWN_FAULTS)
+            or (in_micro_batch and SAVED_IN_MICRO_BATCH in KNOWN_FAULTS)
         )
 
     @rule()
@@ -272,12 +266,12 @@ class AmpMachine(AmpSetup):
         if self.saved is None:
             return
         states, amp, known = copy.deepcopy(self.saved)
-        more = self.amp.state_dict()["windows"].keys() - amp["windows"].keys()
-        if fresh or (more and LOAD_KEEPS_WINDOWS in KNOWN_FAULTS):
+        if fresh:
             self.make()
         for one, state in zip((*self.named().values(), self.amp), (*states, amp), strict=True):
             one.load_state_dict(state)
         self.known = known
+        self.known.reloaded()
 
     @rule(how=st.sampled_from(["state", "state", "file"]))
     def reload(self, how: str) -> None:
@@ -286,6 +280,7 @@ class AmpMachine(AmpSetup):
             return
         old, amp, states = self.named(), self.amp, copy.deepcopy((self.written(), self.amp.state_dict()))
         self.make()
+        self.known.reloaded()
         if how == "state":
             for one, state in zip((*self.named().values(), self.amp), (*states[0], states[1]), strict=True):
                 one.load_state_dict(state)
@@ -306,8 +301,11 @@ class AmpMachine(AmpSetup):
             assert same(grads, narrow(known)), (grads, known)
         windows = self.amp.state_dict()["windows"]
         for key in self.known.windows:
-            mine = windows.get(",".join(map(str, key)), self.untouched)
-            assert {name: value for name, value in mine.items() if name != "grads"} == self.known.state(key)
+            mine, known = (
+                windows.get(",".join(map(str, key)), self.untouched()),
+                self.known.windows[key].state(),
+            )
+            assert {name: mine[name] for name in known} == known
         assert same(self.model.norm.state_dict(), self.known.statistics.copied())
 
     def teardown(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from loss_scale import LossScale, f32
 from sequences.gradients import (
-    OVERFLOW,
     Coefficients,
     Found,
     added,
@@ -21,25 +20,16 @@ from sequences.gradients import (
     reason_of,
     scaled,
 )
-from sequences.known_faults import (
-    ALL_DROPPED_IS_NO_SKIP,
-    DROPPED_STATISTICS,
-    KNOWN_FAULTS,
-    MIXED_REASON,
-    SKIPPED_STATISTICS,
-)
+from sequences.known_faults import ALL_DROPPED_REASON, KNOWN_FAULTS, MIXED_REASON
 from sequences.ledger import Expected
 from sequences.optimizers import LR_IS_NAN, SHAPES, SQUARE, Gradients, Kind, Step
 
 Key = tuple[int, ...]
 """Numbers of the optimizers that step together."""
 
-Result = tuple[Expected, list[str]]
-"""What a step says, and the warnings."""
-
 ACCUMULATING = "accumulating"
-ALL_DROPPED = "every micro-batch was dropped"
-NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
+SPOILED = Found(math.nan, (0,), False, False)
+"""Gradients that are not finite."""
 
 
 def no_gradients() -> Gradients:
@@ -53,6 +43,10 @@ class KnownWindow:
     Attributes:
         members: the optimizers.
         scale: None where the loss is not scaled.
+        said: norm to clip at and whether to move the scheduler, of the last step in it, for a flush.
+        losses: whether each was finite, of the micro-batches that counted.
+        open_losses: ... of the one that is open.
+        overflowed: a micro-batch was dropped for which the scale was too high.
         sums: of each member, of the micro-batches before the one that is open, where bad ones are dropped.
         found: of each member, when it was unscaled.
     """
@@ -64,6 +58,10 @@ class KnownWindow:
     is_open: bool = False
     is_unscaled: bool = False
     skips: int = 0
+    said: tuple[float | None, bool] | None = None
+    losses: list[bool] = field(default_factory=list)
+    open_losses: list[bool] = field(default_factory=list)
+    overflowed: bool = False
     sums: dict[int, Gradients] = field(default_factory=dict)
     found: dict[int, Found] = field(default_factory=dict)
 
@@ -72,12 +70,29 @@ class KnownWindow:
         return not (self.counted or self.dropped or self.is_open)
 
     @property
+    def forwards_are_fine(self) -> bool:
+        return all(self.losses + self.open_losses)
+
+    @property
     def has_backward(self) -> bool:
         return self.is_open or self.is_unscaled
 
     @property
     def number(self) -> float:
         return 1.0 if self.scale is None else self.scale.scale
+
+    def state(self) -> dict[str, Any]:
+        """Of the ``state_dict``, what is not gradients."""
+        return {
+            "counted": self.counted,
+            "dropped": self.dropped,
+            "is_open": self.is_open,
+            "is_unscaled": self.is_unscaled,
+            "overflowed": self.overflowed,
+            "forward_failed": not self.forwards_are_fine,
+            "skips": self.skips,
+            "scaler": {} if self.scale is None else self.scale.state(),
+        }
 
 
 class Statistics:
@@ -158,7 +173,8 @@ class KnownAmp:
             self.statistics.of_micro_batch = self.statistics.copied()
         return self.statistics.now
 
-    def backward(self, key: Key, coefficients: list[Coefficients]) -> None:
+    def backward(self, key: Key, coefficients: list[Coefficients], is_finite: bool) -> None:
+        """Of a loss that ``is_finite`` or not."""
         window = self.window(key)
         if window.is_fresh:
             self.clear(key)
@@ -168,30 +184,44 @@ class KnownAmp:
             for member in key:
                 self.gradients[member] = no_gradients()
         window.is_open = True
+        window.open_losses.append(is_finite)
         for member in key:
             new = scaled(coefficients[member], window.number)
             self.gradients[member] = added(self.gradients[member], new)
 
-    def is_bad(self, key: Key) -> bool:
-        """Whether the open micro-batch would be dropped."""
-        return self.drops and any(
-            gradient is not None and not bool(gradient.isfinite().all())
-            for member in key
-            for gradient in self.gradients[member]
-        )
+    def _found_in_micro_batch(self, key: Key) -> dict[int, Found]:
+        return {member: Found.of(self.gradients[member], [math.inf] * len(SHAPES)) for member in key}
 
-    def close(self, key: Key) -> None:
-        window, bad = self.window(key), self.is_bad(key)
-        window.is_open = False
-        window.counted, window.dropped = window.counted + (not bad), window.dropped + bad
-        if not self.drops:
-            return
-        for member in key:
-            new = no_gradients() if bad else self.gradients[member]
-            self.gradients[member] = added(window.sums[member], new)
-        window.sums = {}
-        if bad and DROPPED_STATISTICS not in KNOWN_FAULTS:
-            self.statistics.restore(self.statistics.of_micro_batch)
+    def close(self, key: Key) -> Expected | None:
+        """End the micro-batch. Returns what is said of one that is dropped."""
+        window, found = self.window(key), self._found_in_micro_batch(key)
+        window.is_open, losses = False, window.open_losses
+        window.open_losses = []
+        left_out = None
+        if self.drops and any(of_one.bad for of_one in found.values()):
+            left_out = self._dropped(window, found, losses)
+        if left_out is None:
+            window.counted += 1
+            window.losses += losses
+        else:
+            window.dropped += 1
+            window.overflowed |= all(losses)
+        if self.drops:
+            for member in key:
+                new = self.gradients[member] if left_out is None else no_gradients()
+                self.gradients[member] = added(window.sums[member], new)
+            window.sums = {}
+            if left_out is not None:
+                self.statistics.restore(self.statistics.of_micro_batch)
+        self.statistics.of_micro_batch = None
+        return left_out
+
+    def _dropped(self, window: KnownWindow, found: dict[int, Found], losses: list[bool]) -> Expected:
+        expected = Expected(False, True, "", window.number, math.nan, skips_in_a_row=window.skips)
+        member, place = [(member, place) for member in window.members for place in found[member].bad][-1]
+        expected.culprit = f"parts.{member}.{'ab'[place]}"
+        expected.reason = "micro-batch dropped: " + self._reason(window, SPOILED, self.kinds[member], losses)
+        return expected
 
     def is_last(self, key: Key) -> bool:
         """Whether the micro-batch that is open, or the next, ends the window."""
@@ -214,34 +244,41 @@ class KnownAmp:
 
     # --- The step -------------------------------------------------------------------------------------
 
-    def step(self, key: Key, clip: float | None, said: float | None, scheduled: bool) -> Result:
+    def step(self, key: Key, clip: float | None, said: float | None, scheduled: bool) -> Expected:
         """After `backward`. ``said`` is the norm in the result, which clipping is by: right to six digits."""
         window = self.window(key)
+        window.said = clip, scheduled
         if not window.is_unscaled:
-            self.close(key)
+            left_out = self.close(key)
             if window.counted + window.dropped < self.accumulate:
-                return Expected(False, False, ACCUMULATING, window.number), []
+                waiting = Expected(False, False, ACCUMULATING, window.number, skips_in_a_row=window.skips)
+                return left_out or waiting
         return self.finish(key, clip, said, scheduled)
 
-    def finish(self, key: Key, clip: float | None, said: float | None, scheduled: bool) -> Result:
+    def finish(self, key: Key, clip: float | None, said: float | None, scheduled: bool) -> Expected:
         self.unscale(key)
         window = self.window(key)
         found = [window.found[member] for member in key]
-        if all(of_one.is_empty for of_one in found):
-            return self._without_gradients(key)
         bad = [(member, place) for member, of_one in zip(key, found, strict=True) for place in of_one.bad]
         norm = math.hypot(*(of_one.norm for of_one in found))
-        expected = Expected(not bad, bool(bad), "stepped", window.number, norm)
-        if bad:
+        all_dropped = window.dropped > 0 and not window.counted
+        refused = bool(bad) or all_dropped or self.is_faulty
+        expected = Expected(not refused, refused, "stepped", window.number, None if all_dropped else norm)
+        if self.is_faulty:
+            expected.reason = LR_IS_NAN
+        elif bad:
             member, place = bad[-1]
             expected.culprit = f"parts.{member}.{'ab'[place]}"
-            all_finite = all(of_one.finite for of_one in found)
             kind = self.kinds[member]
             if MIXED_REASON in KNOWN_FAULTS:
                 kind = next((self.kinds[at] for at in key if self.kinds[at].too_large == SQUARE), kind)
-            expected.reason = self._reason(window, window.found[member], kind, all_finite)
-        elif self.is_faulty:
-            expected.stepped, expected.reason = False, LR_IS_NAN
+            finite = all(of_one.finite for of_one in found)
+            expected.reason = self._reason(
+                window, replace(SPOILED, finite=finite), kind, [window.forwards_are_fine]
+            )
+        elif all_dropped:
+            losses = [window.forwards_are_fine] if ALL_DROPPED_REASON in KNOWN_FAULTS else [window.overflowed]
+            expected.reason = self._reason(window, SPOILED, self.kinds[key[0]], losses)
         else:
             expected.value = None if len(key) == 1 else (None,) * len(key)  # what the optimizers return
             gradients = {member: self.gradients[member] for member in key}
@@ -250,37 +287,25 @@ class KnownAmp:
                 gradients = {member: multiplied(of_one, factor) for member, of_one in gradients.items()}
             narrowed = {member: narrow(of_one) for member, of_one in gradients.items()}
             self.steps.append(Step(narrowed, scheduled))
-        self._close(key, expected)
-        return expected, []
+        self._close(key, expected, bool(bad) and window.forwards_are_fine)
+        return expected
 
     @staticmethod
-    def _reason(window: KnownWindow, found: Found, kind: Kind, all_finite: bool) -> str:
-        if all_finite:
-            return f"overflow: {kind.too_large}"
+    def _reason(window: KnownWindow, found: Found, kind: Kind, losses: list[bool]) -> str:
         if window.scale is None:
-            return OVERFLOW
-        spoiled = Found(found.norm, found.bad, False, False)
-        return reason_of(spoiled, window.number, window.scale.best > 0, window.scale.min_scale, kind)
+            return reason_of(found, 1.0, True, 0.0, kind, not all(losses))
+        calibrated = window.scale.best > 0
+        return reason_of(found, window.number, calibrated, window.scale.min_scale, kind, not all(losses))
 
-    def _without_gradients(self, key: Key) -> Result:
-        window = self.window(key)
-        scale = window.number
-        if not window.dropped:
-            self.clear(key)
-            return Expected(False, False, NO_GRADIENTS, scale), [NO_GRADIENTS]
-        expected = Expected(False, True, ALL_DROPPED, scale)
-        if ALL_DROPPED_IS_NO_SKIP in KNOWN_FAULTS:
-            self.clear(key)
-            return expected, []
-        self._close(key, expected)
-        return expected, []
-
-    def _close(self, key: Key, expected: Expected) -> None:
+    def _close(self, key: Key, expected: Expected, overflowed: bool) -> None:
         window = self.window(key)
         window.skips = 0 if expected.stepped else window.skips + 1
         expected.skips_in_a_row = window.skips
-        if window.scale is not None and (expected.stepped or expected.found_inf):
-            window.scale.succeeded() if expected.stepped else window.scale.overflowed()
+        if window.scale is not None:
+            if overflowed or window.overflowed:
+                window.scale.overflowed()
+            elif expected.stepped:
+                window.scale.succeeded()
         expected.next_scale = window.number
         self.clear(key)
         if not expected.stepped:
@@ -288,31 +313,32 @@ class KnownAmp:
         self.statistics.kept = None
 
     def closed(self, key: Key, is_refused: bool) -> Expected:
-        """A step of L-BFGS."""
+        """A step of L-BFGS, refused for a loss that is not finite."""
         window = self.window(key)
         expected = Expected(not is_refused, is_refused, "stepped", window.number)
         if is_refused:
-            expected.culprit = f"parts.{key[0]}.b"
-            spoiled = Found(math.nan, (1,), False, False)
-            expected.reason = self._reason(window, spoiled, self.kinds[key[0]], False)
-        self._close(key, expected)
+            expected.culprit = None if self.drops else f"parts.{key[0]}.b"
+            expected.reason = self._reason(window, SPOILED, self.kinds[key[0]], [self.drops])
+        self._close(key, expected, False)
         return expected
 
     def acts(self, expected: Expected) -> bool:
         """Whether so many skips are too many."""
         skips = expected.skips_in_a_row
-        if expected.stepped or not skips or skips < self.max_skips:
+        ends_window = expected.next_scale is not None
+        if expected.stepped or not ends_window or skips < self.max_skips:
             return False
         return self.raises or skips % self.max_skips == 0
 
     def skip(self, key: Key) -> None:
         self.clear(key)
-        if SKIPPED_STATISTICS not in KNOWN_FAULTS:
-            self.statistics.restore(self.statistics.kept)
-            self.statistics.kept = None
+        self.statistics.restore(self.statistics.kept)
+        self.statistics.kept = None
 
-    def state(self, key: Key) -> dict[str, Any]:
-        """Of a window's ``state_dict``, what is not gradients."""
-        window = self.window(key)
-        scaler = {} if window.scale is None else window.scale.state()
-        return {"counted": window.counted, "dropped": window.dropped, "skips": window.skips, "scaler": scaler}
+    def reloaded(self) -> None:
+        """In an Amp that has loaded the state, which has nothing of what is said to a step, and does not tell
+        in which micro-batch a forward failed.
+        """
+        for window in self.windows.values():
+            window.said = None
+            window.losses, window.open_losses = [], [window.forwards_are_fine]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import floatplan as fp
 from loss_scale import LossScale
-from sequences.amp_reference import Key, KnownAmp, no_gradients
+from sequences.amp_reference import Key, KnownAmp, KnownWindow, no_gradients
+from sequences.known_faults import KNOWN_FAULTS, UNDONE_FOR_OTHERS
 from sequences.ledger import Ledger
 from sequences.optimizers import KINDS, Part, scheduler_of
 
@@ -136,21 +137,17 @@ class AmpSetup(RuleBasedStateMachine):
     def everything(self) -> Any:
         state = self.amp.state_dict()
         # One that nothing has happened to is as good as none.
-        windows = {name: window for name, window in state["windows"].items() if window != self.untouched}
+        windows = {name: window for name, window in state["windows"].items() if not self.is_untouched(window)}
         grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
         # What is kept to go back to is taken anew by the first forward of a window.
         fresh = all(window.is_fresh for window in self.known.windows.values())
-        statistics = [] if fresh else state["statistics"]
+        other = self.alone and UNDONE_FOR_OTHERS in KNOWN_FAULTS
+        statistics = [] if fresh or other else state["statistics"]
         return self.written(), grads, {**state, "windows": windows, "statistics": statistics}
 
-    @property
-    def seen(self) -> set[Key]:
-        """Windows that the Amp has."""
-        names = self.amp.state_dict()["windows"]
-        return {tuple(map(int, name.split(","))) for name in names}
-
-    @property
     def untouched(self) -> dict[str, Any]:
-        scale = self.known.fresh_scale
-        scaler = {} if scale is None else scale.state()
-        return {"counted": 0, "dropped": 0, "skips": 0, "scaler": scaler, "grads": {}}
+        """The state of a window that nothing has happened to, but for its gradients."""
+        return KnownWindow((), copy.copy(self.known.fresh_scale)).state()
+
+    def is_untouched(self, window: dict[str, Any]) -> bool:
+        return all(window[name] == value for name, value in self.untouched().items())
