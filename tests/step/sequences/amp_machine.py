@@ -21,7 +21,7 @@ from sequences.amp_reference import Key
 from sequences.amp_setup import DTYPES, POLICY, AmpSetup, X, clips
 from sequences.calls import changes_nothing, warnings_of
 from sequences.gradients import Coefficients, coefficients, loss_of, narrow, taken_by
-from sequences.known_faults import KNOWN_FAULTS, LOAD_CLEARS_WINDOWS, SAVED_IN_MICRO_BATCH
+from sequences.known_faults import KNOWN_FAULTS, LOAD_CLEARS_WINDOWS, SAVED_IN_MICRO_BATCH, SAVED_UNSCALED
 from sequences.ledger import Expected, agrees
 from sequences.optimizers import SHAPES, Alone, check_weights, same
 
@@ -246,11 +246,13 @@ class AmpMachine(AmpSetup):
     # --- State ----------------------------------------------------------------------------------------
 
     def is_well_saved(self) -> bool:
-        waits = not all(window.is_fresh for window in self.known.windows.values())
+        windows = self.known.windows.values()
+        waits, unscaled = not all(one.is_fresh for one in windows), any(one.is_unscaled for one in windows)
         several = len(self.amp.state_dict()["windows"]) > 1
-        in_micro_batch = self.known.drops and any(window.is_open for window in self.known.windows.values())
+        in_micro_batch = self.known.drops and any(one.is_open for one in windows)
         return not (
             (waits and several and LOAD_CLEARS_WINDOWS in KNOWN_FAULTS)
+            or (unscaled and SAVED_UNSCALED in KNOWN_FAULTS)
             or (in_micro_batch and SAVED_IN_MICRO_BATCH in KNOWN_FAULTS)
         )
 

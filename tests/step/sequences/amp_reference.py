@@ -22,7 +22,7 @@ from sequences.gradients import (
 )
 from sequences.known_faults import ALL_DROPPED_REASON, KNOWN_FAULTS, MIXED_REASON
 from sequences.ledger import Expected
-from sequences.optimizers import LR_IS_NAN, SHAPES, SQUARE, Gradients, Kind, Step
+from sequences.optimizers import LR_IS_NAN, SHAPES, SQUARE, Gradients, Kind, Step, copied
 
 Key = tuple[int, ...]
 """Numbers of the optimizers that step together."""
@@ -110,7 +110,7 @@ class Statistics:
         self.of_micro_batch: Mapping[str, Tensor] | None = None
 
     def copied(self) -> Mapping[str, Tensor]:
-        return copy.deepcopy(self.now.state_dict())
+        return copied(self.now.state_dict())
 
     def restore(self, kept: Mapping[str, Tensor] | None) -> None:
         if kept is not None:

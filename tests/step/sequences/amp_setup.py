@@ -17,7 +17,7 @@ from loss_scale import LossScale
 from sequences.amp_reference import Key, KnownAmp, KnownWindow, no_gradients
 from sequences.known_faults import KNOWN_FAULTS, UNDONE_FOR_OTHERS
 from sequences.ledger import Ledger
-from sequences.optimizers import KINDS, Part, scheduler_of
+from sequences.optimizers import KINDS, Part, copied, scheduler_of
 
 POLICY = fp.Policy.unified(slow_kernels=True)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -132,7 +132,7 @@ class AmpSetup(RuleBasedStateMachine):
 
     def written(self) -> Any:
         """What only a step that is taken may write."""
-        return copy.deepcopy([one.state_dict() for one in self.named().values()])
+        return copied([one.state_dict() for one in self.named().values()])
 
     def everything(self) -> Any:
         state = self.amp.state_dict()

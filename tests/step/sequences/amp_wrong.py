@@ -82,7 +82,8 @@ class FullAmpMachine(AmpMachine):
         if self.known.is_barred(key):
             self.refused(lambda: act(self.amp, loss, target), "shares an optimizer with this one")
         elif call == "step" and not window.has_backward:
-            self.refused(lambda: act(self.amp, loss, target), "no backward")
+            words = "pass a function" if self.kinds[key[0]].is_lbfgs else "no backward"
+            self.refused(lambda: act(self.amp, loss, target), words)
         elif call in ("backward", "step with a loss") and window.is_unscaled:
             self.refused(lambda: act(self.amp, loss, target), "came after unscale")
         elif call == "unscale" and not window.has_backward:

@@ -10,6 +10,7 @@ NO_STATISTICS = "load_state_dict of a state without statistics raises a KeyError
 REFUSED_STATISTICS = "load_state_dict that refuses statistics has dropped those to go back to"
 UNDONE_BY_REFUSED = "a refused step with a function undoes the statistics of a micro-batch that is open"
 SAVED_IN_MICRO_BATCH = "a state that is saved in a micro-batch lacks the statistics from before it"
+SAVED_UNSCALED = "the step of an unscaled window that was loaded into a fresh Amp does not move the scale"
 
 KNOWN_FAULTS = frozenset(
     {
@@ -21,5 +22,6 @@ KNOWN_FAULTS = frozenset(
         REFUSED_STATISTICS,
         UNDONE_BY_REFUSED,
         SAVED_IN_MICRO_BATCH,
+        SAVED_UNSCALED,
     }
 )

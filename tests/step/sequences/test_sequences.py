@@ -16,7 +16,7 @@ from sequences.amp_wrong import FullAmpMachine
 from sequences.optimizers import KINDS
 from sequences.scaler_wrong import FullScalerMachine
 
-FEW = 300
+FEW = 288
 CALLS = 40
 """In a sequence, at most."""
 
