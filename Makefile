@@ -14,9 +14,10 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-## test-deep: what `make test` does a little of: 2,000 random programs, others each time
+## test-deep: what `make test` does a little of: random programs and sequences of calls, others each time
 test-deep: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/programs --programs 2000
+	$(BIN)/python -m pytest tests/step --sequences 5000
 
 ## check: lint, types, and the order of the rooms
 check: $(VENV)/.dev

@@ -35,7 +35,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Takes a line that the run prints at its end, whether or not tests pass."""
     return request.config.stash[FIGURES].append

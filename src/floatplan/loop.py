@@ -17,7 +17,7 @@ from floatplan.scaling import GradScaler, functional
 from floatplan.scaling.evidence import Evidence
 from floatplan.step import checks, guard, notes, saved
 from floatplan.step.afterwards import Afterwards
-from floatplan.step.closure import step_with_closure
+from floatplan.step.closure import check_fresh, step_with_closure
 from floatplan.step.forwards import Forwards
 from floatplan.step.names import Names
 from floatplan.step.optimize import needs_function, step_all
@@ -152,6 +152,7 @@ class Amp:
 
     def _backward(self, window: Window, loss: Any, marks: bool = True, **options: Any) -> None:
         checks.check_loss(loss)
+        window.check_backward()
         if not self._forwards.were_in_region:
             self._forwards.were_in_region = True
             if self._precision.has_region or len(self._forwards):
@@ -341,12 +342,10 @@ class Amp:
         def backward(loss: Tensor) -> None:
             self._backward(window, loss, marks=False)
 
+        check_fresh(window)
         self._stepping = True
         try:
             return step_with_closure(window, loss_of, self.autocast, backward, clip_norm)
-        except StepError:
-            self._undo(window)
-            raise
         except BaseException:
             window.clear()
             self._undo(window)

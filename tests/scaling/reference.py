@@ -1,28 +1,11 @@
-"""Dynamic loss scaling in plain Python floats, written from the paper and from torch's documentation.
-
-Every result is rounded to float32 once. A float64 operation on float32 values, rounded to float32, is the
-float32 operation (53 >= 2 * 24 + 2 bits), so this is exact.
-"""
+"""The scaler's decisions for SGD in plain Python floats, and where they are other than torch's."""
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, field
 
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-
-
-def f32(value: float) -> float:
-    """``value`` rounded to float32."""
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-def reciprocal(value: float) -> float:
-    return f32(1.0 / value) if value else math.copysign(math.inf, value)
+from loss_scale import FLOAT32_MAX, LossScale, f32
 
 
 @dataclass
@@ -44,31 +27,10 @@ class ReferenceOptimizer:
 
 
 @dataclass
-class ReferenceScaler:
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float = 2.0**-14
-    max_scale: float = 2.0**24
-    hysteresis: int = 1
-    regrowth_interval: int | None = None
-    tracker: int = 0
-    overflows: int = 0
-    best: float = 0.0
-    skips: int = 0
+class ReferenceScaler(LossScale):
     loaded_skips: int = 0
     stricter_than_torch: bool = False
     """Whether a decision so far was one that torch takes otherwise."""
-
-    def __post_init__(self) -> None:
-        self._set(self.scale)
-
-    def _set(self, scale: float) -> None:
-        """To what a user asks for; limits give way."""
-        self.scale = f32(scale)
-        self.min_scale = min(self.min_scale, self.scale)
-        self.max_scale = max(self.max_scale, self.scale)
 
     @property
     def like_torch(self) -> bool:
@@ -82,7 +44,7 @@ class ReferenceScaler:
 
     def unscale(self, optimizer: ReferenceOptimizer) -> None:
         assert optimizer.grad is not None
-        inverse, useless = self._inverse()
+        inverse, useless = self.inverse()
         torch_sees = not all(map(math.isfinite, optimizer.grad))
         if not useless:
             optimizer.grad = [f32(g * inverse) for g in optimizer.grad]
@@ -94,7 +56,7 @@ class ReferenceScaler:
         if not optimizer.unscaled and optimizer.divides_itself:
             torch_sees = not all(map(math.isfinite, optimizer.grad))
             norm = math.hypot(*optimizer.grad)
-            _, useless = self._inverse()
+            _, useless = self.inverse()
             over = useless or not norm / self.scale <= FLOAT32_MAX
             self._flag(optimizer, torch_sees, torch_sees or over)
             if not optimizer.found_inf:
@@ -109,46 +71,21 @@ class ReferenceScaler:
         optimizer.weight = [f32(0.0 - g) for g in optimizer.grad]
         return True
 
-    def _inverse(self) -> tuple[float, bool]:
-        """1/scale, and whether it is of no use."""
-        inverse = reciprocal(self.scale)
-        return inverse, not (math.isfinite(inverse) and inverse)
-
     def _flag(self, optimizer: ReferenceOptimizer, torch_sees: bool, bad: bool) -> None:
         self.stricter_than_torch |= bad != torch_sees
         optimizer.found_inf = bad
 
     def update(self, optimizers: list[ReferenceOptimizer], new_scale: float | None = None) -> None:
         if new_scale is not None:
-            self._set(new_scale)
-            self.overflows = 0
+            self.ask(new_scale)
         elif any(optimizer.found_inf for optimizer in optimizers):
-            self.skips += 1
-            self.overflows += 1
-            self.tracker = 0
-            if self.overflows == self.hysteresis:
-                self.overflows = 0
-                self._move(f32(self.scale * self.backoff_factor))
+            self.overflowed()
         else:
-            self.skips = 0
-            self.best = max(self.best, self.scale)
-            self.tracker += 1
-            if self._may_grow():
-                self.tracker = self.overflows = 0
-                grown = f32(self.scale * self.growth_factor)
-                if math.isfinite(grown):
-                    self._move(grown)
+            self.succeeded()
         for optimizer in optimizers:
             optimizer.found_inf = None
             optimizer.unscaled = False
 
-    def _may_grow(self) -> bool:
-        if self.regrowth_interval is None:
-            return self.tracker == self.growth_interval
-        interval = self.regrowth_interval if self.scale < self.best else self.growth_interval
-        return self.tracker >= interval
-
     def _move(self, scale: float) -> None:
-        """To ``scale`` or the limit before it; torch knows none."""
-        self.scale = min(max(scale, self.min_scale), self.max_scale)
-        self.stricter_than_torch |= self.scale != scale
+        super()._move(scale)
+        self.stricter_than_torch |= self.scale != scale  # torch knows no limits

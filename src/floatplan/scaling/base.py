@@ -111,22 +111,27 @@ class ScalerState(torch.amp.GradScaler):
     def _advance(
         self, scale: torch.Tensor, growth_tracker: torch.Tensor, flags: list[torch.Tensor], fault: bool
     ) -> bool:
-        """Move the scale by the flags of an iteration; whether it overflowed at the lowest scale."""
+        """Move the scale by the flags of an iteration; whether it overflowed at the lowest scale.
+
+        After a ``fault`` in a setting it stays, unless a flag is set: no step has shown that it is good.
+        """
         factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
         memory = self._memory
         if scale.device.type == "cpu":  # to ask is free
             before, found_inf = scale.item(), any(flag.item() for flag in flags)
-            after, steps = advance(
-                before, int(growth_tracker.item()), found_inf, factors, self._limits, memory
-            )
-            if after != before:
-                scale.fill_(after)
-            growth_tracker.fill_(steps)
+            if found_inf or not fault:
+                after, steps = advance(
+                    before, int(growth_tracker.item()), found_inf, factors, self._limits, memory
+                )
+                if after != before:
+                    scale.fill_(after)
+                growth_tracker.fill_(steps)
             memory.skips_in_a_row = memory.skips_in_a_row + 1 if found_inf or fault else 0
             return found_inf and before <= self._limits.min_scale
         found = gradients.any_flag(flags, scale.device)
         tensor = memory.on(scale.device)
-        advance_(scale, growth_tracker, found, factors, self._limits, tensor)
+        if not fault or found.item():  # a fault is so rare that to ask is no loss
+            advance_(scale, growth_tracker, found, factors, self._limits, tensor)
         count_skips_(tensor, torch.ones_like(found) if fault else found)
         return False
 
@@ -226,6 +231,7 @@ class ScalerState(torch.amp.GradScaler):
         self._memory = replace(saved.memory, best_scale=min(saved.memory.best_scale, limits.max_scale))
         self._streaks = Streaks(saved.memory.skips_in_a_row)
         self._skips = self._skips.after(saved.memory.skips_in_a_row)
+        self._skipping = saved.memory.skips_in_a_row > 0
         self._loaded = True
         if self._scale is not None:
             self._scale.fill_(scale)

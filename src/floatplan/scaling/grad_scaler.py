@@ -280,8 +280,9 @@ class GradScaler(FurtherCalls):
         state["stage"] = OptState.READY
         state.pop("in_step", None)
         streak = self._streaks.now(optimizer)
-        state["evidence"] = Evidence(False, scale, streak, (), (), None, fault=why)
-        return StepResult(state["evidence"])
+        evidence = Evidence(False, scale, streak, (), (), None, fault=why)
+        state.setdefault("evidence", []).append(evidence)
+        return StepResult(evidence)
 
     def _note_fault(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Whether the optimizer has a setting that forbids to step. Says so once."""
@@ -321,7 +322,7 @@ class GradScaler(FurtherCalls):
             tuple(self._losses),
             state.get("changed", ()),
         )
-        state["evidence"] = evidence
+        state.setdefault("evidence", []).append(evidence)
         return StepResult(evidence)
 
     def _forget_iteration(self) -> None:
@@ -354,6 +355,8 @@ class GradScaler(FurtherCalls):
         if self._scale is None and self._growth_tracker is None:
             if new_scale is not None:
                 self._init_scale = float(self._wanted_scale(new_scale))
+                self._memory.scale_was_set()
+            self._end_iteration(self._init_scale)
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
@@ -368,12 +371,7 @@ class GradScaler(FurtherCalls):
             moved = bool(flags) or fault
             if moved:
                 at_the_floor = self._advance(scale, growth_tracker, flags, fault)
-        evidence = [state["evidence"] for state in states if "evidence" in state]
-        for one in evidence:
-            one.scale_after = gradients.snapshot(scale)
-        self._forget_iteration()
-        if self._watched:
-            misuse.end_iteration(self)
+        evidence = self._end_iteration(scale)
         if moved:
             memory = self._skips.seen(self._memory)
             self._memory.best_scale = max(self._memory.best_scale, memory.best_scale)
@@ -381,3 +379,14 @@ class GradScaler(FurtherCalls):
                 self._skipping = memory.skips_in_a_row > 0
                 results = [StepResult(one) for one in evidence]
                 self._skips.look(memory.skips_in_a_row, results, self._limits, at_the_floor)
+
+    def _end_iteration(self, scale: float | torch.Tensor) -> list[Evidence]:
+        """Forget what belongs to it; the evidence of its steps, which ``scale`` completes."""
+        states = self._per_optimizer_states.values()
+        evidence = [one for state in states for one in state.get("evidence", ())]
+        for one in evidence:
+            one.scale_after = gradients.snapshot(scale) if isinstance(scale, torch.Tensor) else scale
+        self._forget_iteration()
+        if self._watched:
+            misuse.end_iteration(self)
+        return evidence

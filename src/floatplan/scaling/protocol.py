@@ -86,7 +86,8 @@ def may_unscale(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> b
         RuntimeError: gradients were unscaled or stepped with, and changed since.
     """
     if state["stage"] is OptState.UNSCALED:
-        if unchanged(optimizer, state.get("unscaled", [])):
+        had_none = not state["found_inf_per_device"] and gradients.some_device(optimizer) is None
+        if had_none or unchanged(optimizer, state.get("unscaled", [])):
             return False
         raise RuntimeError(
             "unscale_() was called twice on this optimizer without update() in between, and its gradients "
@@ -123,8 +124,12 @@ def check_step(stage: OptState) -> None:
 
 
 def check_between_iterations(per_optimizer_states: Mapping[int, Any]) -> None:
-    """AssertionError if a copy would have to carry checks of live optimizers."""
-    if per_optimizer_states:
+    """AssertionError if a copy would have to carry checks of live optimizers.
+
+    A call that was refused may have left a state with nothing in it.
+    """
+    fresh = {"stage": OptState.READY, "found_inf_per_device": {}}
+    if any(state != fresh for state in per_optimizer_states.values()):
         raise AssertionError(
             "a GradScaler can be pickled or copied only between iterations: its gradient checks belong "
             "to live optimizers. Call update() first."

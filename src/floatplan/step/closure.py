@@ -31,6 +31,17 @@ def _ends_refused(window: Window, refused: bool) -> bool:
             return flag > 0
 
 
+def check_fresh(window: Window) -> None:
+    """StepError unless ``window`` is of one optimizer, with nothing in it."""
+    if len(window.optimizers) != 1:
+        raise StepError("a step with a function is one optimizer's: pass optimizer=...")
+    if not window.is_fresh:
+        raise StepError(
+            "a step with a function cannot end a window of other gradients; call step() or flush() first, or "
+            "skip() to throw them away"
+        )
+
+
 def step_with_closure(
     window: Window,
     loss_of: Callable[[], Tensor],
@@ -42,22 +53,15 @@ def step_with_closure(
     finite in any evaluation, nothing.
 
     Args:
-        window: of one optimizer, with nothing in it.
+        window: that `check_fresh` has found so.
         loss_of: runs the forward and returns the loss, 0-dim, not scaled.
         region: of the forward.
         backward: adds the gradients of a loss to the window.
         clip_norm: largest L2 norm of the gradients in each evaluation.
 
     Raises:
-        StepError: several optimizers, gradients wait in the window, or ``loss_of`` calls backward itself.
+        StepError: ``loss_of`` calls backward itself.
     """
-    if len(window.optimizers) != 1:
-        raise StepError("a step with a function is one optimizer's: pass optimizer=...")
-    if not window.is_fresh:
-        raise StepError(
-            "a step with a function cannot end a window of other gradients; call step() or flush() first, or "
-            "skip() to throw them away"
-        )
     (optimizer,) = window.optimizers
     before = Snapshot(optimizer)
     found = overflowed = torch.zeros(())

@@ -95,16 +95,8 @@ class MicroBatches:
 
     # --- Micro-batches --------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, marks: bool = True, **options: Any) -> None:
-        """Add the gradients of ``loss`` to those of the micro-batch.
-
-        If it fails in the middle, as when memory runs out, what it added is not to be told from what was
-        there: the window is cleared (in one that drops micro-batches, only the micro-batch).
-
-        Args:
-            loss: one number, not scaled.
-            marks: notice it if anybody else touches the gradients before the next call.
-            options: of ``Tensor.backward``.
+    def check_backward(self) -> None:
+        """Whether gradients may be added.
 
         Raises:
             StepError: the window is unscaled already, its gradients or its scale were changed by others.
@@ -115,6 +107,19 @@ class MicroBatches:
                 "the others by the scale; call backward() before unscale(), or step() in between"
             )
         self._check_untouched("backward")
+        self._check_scale()
+
+    def backward(self, loss: Tensor, marks: bool = True, **options: Any) -> None:
+        """Add the gradients of ``loss`` to those of the micro-batch.
+
+        If it fails in the middle, as when memory runs out, what it added is not to be told from what was
+        there: the window is cleared (in one that drops micro-batches, only the micro-batch).
+
+        Args:
+            loss: one number, not scaled.
+            marks: notice it if anybody else touches the gradients before the next call.
+            options: of ``Tensor.backward``.
+        """
         was_fresh = self.is_fresh
         if was_fresh:
             self._begin()
@@ -148,13 +153,16 @@ class MicroBatches:
     def _note_scale(self) -> None:
         """Keep the scale of the first backward; it counts for all of the window."""
         scale = None if self.scaler is None else self.scaler._get_scale_async()
-        if scale is None:
-            return
-        if self._scale_mark is None:
+        if scale is not None and self._scale_mark is None:
             self._scale_mark = scale, scale._version
             if self._used is None:
                 self._used = gradients.snapshot(scale)
-        elif self._scale_mark[0] is not scale or self._scale_mark[1] != scale._version:
+
+    def _check_scale(self) -> None:
+        scale = None if self.scaler is None else self.scaler._get_scale_async()
+        if scale is None or self._scale_mark is None:
+            return
+        if self._scale_mark[0] is not scale or self._scale_mark[1] != scale._version:
             before, self._used = self._used, None
             now, self._used = self.scale(), before
             raise StepError(

@@ -230,6 +230,7 @@ class Statistics:
         mine = [group.kept for group in self._groups if group.kept is not None]
         if [kept.shape for kept in mine] != [kept.shape for kept in state]:
             self.taken, self._groups, kept_before = before
+            self._seen = []  # they are sorted anew by the next take
             for group, value in zip(self._groups, kept_before, strict=True):
                 group.kept = value
             raise StepError(
