@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -104,11 +104,12 @@ class Amp:
         self._precision.apply(self.models)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
-        self._watch()
-
-    def _watch(self) -> None:
         guard.watch(self.optimizers, self)
-        weakref.finalize(self, self._windows.clear).atexit = False
+
+    def __del__(self) -> None:
+        windows = self.__dict__.get("_windows")
+        if windows is not None and not sys.is_finalizing():
+            windows.clear()  # of scaled gradients, with which nobody is left to step
 
     @property
     def _drops(self) -> bool:
@@ -414,7 +415,7 @@ class Amp:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._watch()
+        guard.watch(self.optimizers, self)
 
     def __copy__(self) -> Amp:
         raise StepError("two Amps cannot share their windows; use copy.deepcopy(amp), or make another Amp")

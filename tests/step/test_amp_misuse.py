@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -384,6 +386,27 @@ def test_gradients_of_an_amp_that_is_gone_are_gone_too() -> None:
         optimizer.step()
     with moves(model, 1.0):
         assert other.step(one(other, model))
+
+
+def test_an_amp_that_its_own_callbacks_know_is_freed() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = linear()
+            self.optimizer = sgd(self.model)
+            self.optimizer.register_step_post_hook(self.after_step)
+            settings = fp.Settings(on_skips=self.on_skips, float32_outputs=True)
+            self.amp = fp.Amp(self.model, self.optimizer, "fp32", settings=settings)
+
+        def after_step(self, *_: Any) -> None: ...
+
+        def on_skips(self, result: fp.StepResult) -> None: ...
+
+    trainer = Trainer()
+    assert trainer.amp.step(one(trainer.amp, trainer.model))
+    gone = weakref.ref(trainer.amp), weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_an_optimizer_without_a_hash() -> None:
