@@ -124,3 +124,16 @@ def exports() -> bool:
 
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes)
+
+
+def compile_calls(module: torch.nn.Module, **options: Any) -> None:
+    """Have calls of ``module`` run compiled, hooks and all; its attributes and its state stay as they are.
+
+    Does what ``module.compile()`` does, and for torch's own containers, too: called as it is, Dynamo passes
+    over a ``Sequential`` without a word (torch 2.13). A copy of the module is not compiled.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    module._compiled_call_impl = torch.compile(call, **options)

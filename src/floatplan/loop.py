@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from floatplan import _compiler
 from floatplan.engine import Plan
 from floatplan.errors import StepError
 from floatplan.records import StepResult
@@ -64,6 +65,8 @@ class Amp:
         scaler: a `GradScaler` to use in place of one made from ``settings``; only with one optimizer or with
             optimizers that always step together.
         group: a ``torch.distributed`` group whose ranks step together or not at all.
+        compile: whether calls of the models run compiled, forward and backward (``torch.compile``). The
+            models stay the same objects with the same state.
         settings: everything else.
 
     Raises:
@@ -80,6 +83,7 @@ class Amp:
         clip_norm: float | None = None,
         scaler: GradScaler | None = None,
         group: Any = None,
+        compile: bool = False,
         settings: Settings | None = None,
     ) -> None:
         self.models = checks.models_of(models)
@@ -104,6 +108,9 @@ class Amp:
         self._precision.apply(self.models)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
+        if compile:
+            for model in self.models:
+                _compiler.compile_calls(model)
         guard.watch(self.optimizers, self)
 
     def __del__(self) -> None:
