@@ -14,15 +14,15 @@ from floatplan import _compiler
 from floatplan.engine import Plan
 from floatplan.errors import StepError
 from floatplan.records import StepResult
-from floatplan.scaling import GradScaler, functional
+from floatplan.scaling import GradScaler
 from floatplan.scaling.evidence import Evidence
 from floatplan.step import checks, guard, notes, saved
 from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import check_fresh, step_with_closure
 from floatplan.step.forwards import Forwards
-from floatplan.step.names import Names
 from floatplan.step.optimize import needs_function, step_all
 from floatplan.step.outputs import keep_float32
+from floatplan.step.penalties import Penalties
 from floatplan.step.precision import Precision as InForce
 from floatplan.step.settings import Settings
 from floatplan.step.window import Window
@@ -103,8 +103,7 @@ class Amp:
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
-        self._of_first = Names(self.models[:1])
-        self._penalties: list[Tensor] = []
+        self._penalties = Penalties()
         self._precision.apply(self.models)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
@@ -192,12 +191,7 @@ class Amp:
         """
         window = self._windows.of(optimizer)
         checks.check_has_backward(window.is_open or window.is_unscaled, "unscale()")
-        seen = window.counted + window.dropped
-        if seen + window.is_open < self.accumulate:
-            raise StepError(
-                f"unscale() came in micro-batch {seen + window.is_open} of {self.accumulate}, each of which "
-                "ends with step(); gradients are unscaled once, in the last"
-            )
+        checks.check_last(window.counted + window.dropped + window.is_open, self.accumulate)
         if window.is_open:
             self._forwards.end_micro_batch(window.close_micro_batch("unscale") is not None)
         window.unscale()
@@ -226,7 +220,7 @@ class Amp:
             StepError: there was no backward, or an argument does not fit. Nothing has changed then.
             ScalingError: too many steps in a row were skipped.
         """
-        said = self._said(clip_norm, scheduler)
+        said = checks.said(clip_norm, scheduler, self.clip_norm)
         window = self._windows.of(optimizer)
         self._afterwards.settle_and_judge()
         if callable(loss) and not isinstance(loss, Tensor) and not isinstance(loss, nn.Module):
@@ -260,7 +254,7 @@ class Amp:
 
         Arguments that are left out are those of the last `step` in the window.
         """
-        said = self._said(clip_norm, scheduler)
+        said = checks.said(clip_norm, scheduler, self.clip_norm)
         window = self._windows.of(optimizer)
         self._afterwards.settle_and_judge()
         if window.is_fresh:
@@ -272,13 +266,6 @@ class Amp:
         if window.is_open and not window.is_unscaled:
             self._forwards.end_micro_batch(window.close_micro_batch("flush") is not None)
         return self._finish(window, **said)
-
-    def _said(self, clip_norm: float | None, scheduler: Any) -> dict[str, Any]:
-        norm = checks.checked_norm(clip_norm)
-        return {
-            "clip_norm": self.clip_norm if norm is None else norm,
-            "schedulers": checks.schedulers_of(scheduler),
-        }
 
     def skip(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Throw the window's gradients away, as of a batch that the loop does not want.
@@ -304,17 +291,15 @@ class Amp:
         For gradient penalties: scaled on the way through 16-bit formats where the precision needs it.
         Arguments are those of ``torch.autograd.grad``.
         """
-        if grad_outputs is None:
-            given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-            grad_outputs = [torch.ones_like(output) for output in given]
-        scaler = self._windows.scaler()
-        found = functional.grad(
-            scaler, outputs, inputs, grad_outputs, create_graph, retain_graph, allow_unused
+        return self._penalties.grad(
+            self._windows.scaler(),
+            outputs,
+            inputs,
+            grad_outputs,
+            create_graph,
+            retain_graph,
+            allow_unused,
         )
-        if scaler.is_enabled():  # a loss of these may be infinite because the scale is too high
-            known = [one.detach().isfinite().all().logical_not() for one in found if one is not None]
-            self._penalties += [flag.float() for flag in known]
-        return found
 
     def get_scale(self, *, optimizer: torch.optim.Optimizer | None = None) -> float:
         """The loss scale of the next step; 1.0 where nothing is scaled. Waits for the device."""
@@ -326,7 +311,7 @@ class Amp:
             window.look_again()
         elif not window.divide_in_step():
             window.unscale()
-        refused, overflowed, present = window.verdict(self._penalties)
+        refused, overflowed, present = window.verdict(self._penalties.flags)
         if not (window.has_gradients or window.dropped) and not present.item():
             notes.warn(f"Amp.step: {NO_GRADIENTS}")
             done = window.nothing_done(NO_GRADIENTS)
@@ -367,21 +352,16 @@ class Amp:
         evidence.scale_after = window.next_scale()
         self._forwards.settle(evidence.found_inf, self._windows.others_wait(window))
         self._clear(window)
-        averages = self.settings.ema is not None and self._averages(window)
-        return self._afterwards.add(evidence, schedulers, averages)
-
-    def _averages(self, window: Window) -> bool:
-        mine = {id(parameter) for parameter in window.parameters()}
-        return any(id(parameter) in mine for parameter in self._of_first.parameters)
+        return self._afterwards.add(evidence, schedulers, window.parameters())
 
     def _clear(self, window: Window) -> None:
         window.clear()
-        self._penalties = []
+        self._penalties.forget()
 
     def _undo(self, window: Window) -> None:
         """Running statistics as they were, after a backward that failed or was not wanted."""
         if window.is_fresh:
-            self._penalties = []
+            self._penalties.forget()
         self._forwards.undo(not self._windows.nothing_waits())
 
     def waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from floatplan.errors import ScalingError
 from floatplan.records import StepResult
@@ -32,10 +33,14 @@ class Afterwards:
 
     def __init__(self, settings: Settings, model: nn.Module, advice: str) -> None:
         self.settings, self._model, self._advice = settings, model, advice
+        # As they are now: FSDP2 puts others in their place for a time.
+        self._averaged = list(model.parameters())
         self._waiting: list[_Waiting] = []
         self._refused: list[StepResult] = []
 
-    def add(self, evidence: Evidence, schedulers: tuple[Any, ...], averages: bool) -> StepResult:
+    def add(
+        self, evidence: Evidence, schedulers: tuple[Any, ...], parameters: Iterable[Tensor]
+    ) -> StepResult:
         """A step is over.
 
         What follows is done at once where the outcome is known, or where it would be seen to be late: an
@@ -44,12 +49,12 @@ class Afterwards:
         Args:
             evidence: of the step.
             schedulers: to be moved if it was taken.
-            averages: whether it stepped parameters of the model.
+            parameters: that it stepped; only those of the model move the average.
 
         Raises:
             ScalingError: too many in a row were skipped.
         """
-        averages = averages and self.settings.ema is not None
+        averages = self.settings.ema is not None and self._has(parameters)
         result, outcome = StepResult(evidence), Outcome(evidence.found_inf)
         if not (outcome.is_known or averages or schedulers) and self.settings.max_consecutive_skips is None:
             return result
@@ -59,6 +64,10 @@ class Afterwards:
         else:
             evidence.when_read = self.settle
         return result
+
+    def _has(self, parameters: Iterable[Tensor]) -> bool:
+        stepped = {id(parameter) for parameter in parameters}
+        return any(id(parameter) in stepped for parameter in self._averaged)
 
     def settle(self) -> None:
         """Move schedulers and the averaged model; waits for the device."""

@@ -139,6 +139,12 @@ def schedulers_of(scheduler: object) -> tuple[Any, ...]:
     return found
 
 
+def said(clip_norm: object, scheduler: object, otherwise: float | None) -> dict[str, Any]:
+    """What a call of ``step`` says, checked: "clip_norm", by default ``otherwise``, and "schedulers"."""
+    norm = checked_norm(clip_norm)
+    return {"clip_norm": otherwise if norm is None else norm, "schedulers": schedulers_of(scheduler)}
+
+
 def check_has_backward(has: bool, call: str) -> None:
     """StepError unless there are gradients for ``call``."""
     if not has:
@@ -146,6 +152,15 @@ def check_has_backward(has: bool, call: str) -> None:
         raise StepError(
             f"{call} {'without a loss, and ' if is_step else ''}no backward() since the last step(): there "
             f"are no gradients; {'pass the loss, or ' if is_step else ''}call amp.backward(loss) before"
+        )
+
+
+def check_last(number: int, accumulate: int) -> None:
+    """StepError unless micro-batch ``number`` is the last of a window."""
+    if number < accumulate:
+        raise StepError(
+            f"unscale() came in micro-batch {number} of {accumulate}, each of which ends with step(); "
+            "gradients are unscaled once, in the last"
         )
 
 
