@@ -13,7 +13,6 @@ times do not.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 import floatplan as fp
 from bursts import Limits, Result, race
 from floor import Bytes, BytesJob
+from setting import ALLOCATORS, choices
 from workloads import Gpt
 
 METHODS = ("plain", "torch", "dropin", "dropin-clip", "amp-fp16", "amp-bf16")
@@ -141,25 +141,27 @@ def measure(weights: str, options: argparse.Namespace) -> dict[str, Any]:
 
     count = sum(torch.Size(shape).numel() for shape in shapes(weights, options.small))
     jobs: dict[str, Any] = {
-        method: (AfterBackward, Job(weights, method, options.small, options.device)) for method in METHODS
+        method: (AfterBackward, Job(weights, method, options.small, options.device))
+        for method in options.methods
     }
     jobs["bytes"] = (Bytes, BytesJob(BYTES_KEPT * count, options.device))
     limits = Limits(options.bursts, options.seconds, slowest=20.0, values=4)
     results: dict[str, Result] = race(jobs, limits, options.device, options.threads)
     for name, result in results.items():
-        if result.left_out:
+        if result.left_out is not None:
             raise SystemExit(f"{name}: {result.left_out}")
     per_byte = median(results["bytes"].seconds)
     floor = BYTES_MOVED * count * per_byte
     rows = {}
-    for method in METHODS:
+    first = results["torch"]
+    for method in options.methods:
         result = results[method]
         rows[method] = {
             "median": median(result.seconds),
             "quartiles": quartiles(result.seconds),
-            "to_torch": ratio(result, results["torch"]),
+            "to_torch": ratio(result, first),
             "to_floor": median(result.seconds) / floor,
-            "distance": distance(result.values, results["torch"].values),
+            "distance": distance(result.values, first.values),
             "seconds": result.seconds,
         }
     return {"weights": count, "floor": floor, "bytes_per_second": 1 / per_byte, "rows": rows}
@@ -167,14 +169,19 @@ def measure(weights: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--weights", type=lambda text: choices(text, list(WEIGHTS)), default=list(WEIGHTS))
+    parser.add_argument("--methods", type=lambda text: choices(text, METHODS), default=list(METHODS))
     parser.add_argument("--small", action="store_true", help="fewer and smaller weights")
     parser.add_argument("--bursts", type=int, default=25, help="rounds")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a burst, within the clock")
     parser.add_argument("--threads", type=int, help="of torch in each process")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--allocator", choices=["as-is", "tuned"], default="as-is")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="as-is")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if "torch" not in options.methods:
+        parser.error("--methods needs torch, which the others are compared with")
+    return options
 
 
 def main() -> None:
@@ -191,11 +198,11 @@ def main() -> None:
         console, [setting.in_a_line(about), *MEANINGS, "Ratios travel between machines; times do not."]
     )
     found = {}
-    for name, title in WEIGHTS.items():
+    for name in options.weights:
         found[name] = of = measure(name, options)
         count = len(shapes(name, options.small))
         table = plain_table(
-            f"{title}" if not options.small else f"{title}, shrunk",
+            f"{WEIGHTS[name]}, shrunk" if options.small else WEIGHTS[name],
             ("method", "ms", "quartiles", "/ torch", "/ floor", "weights off by"),
         )
         for method, row in of["rows"].items():
@@ -210,8 +217,7 @@ def main() -> None:
             [f"{size}: floor {milliseconds(of['floor'])} ms, at {rate(of['bytes_per_second'], 'B/s')}"],
         )
     if options.out:
-        settings = {name: str(value) for name, value in vars(options).items()}
-        options.out.write_text(json.dumps({**about, "settings": settings, "sets": found}, indent=1) + "\n")
+        setting.write(options.out, about, options, {"sets": found})
     far = [(row["distance"], m, n) for n, of in found.items() for m, row in of["rows"].items()]
     if failed := [f"{m} on {n}: {off:.2%}" for off, m, n in far if not off <= LARGEST_DISTANCE]:
         raise SystemExit("\n".join(["WEIGHTS DIFFER FROM TORCH'S", *failed]))

@@ -20,7 +20,11 @@ class LeftOut(Exception):
 
 
 class Measured(Protocol):
-    """What lives in a process and is measured."""
+    """What lives in a process and is measured.
+
+    A class may have a static ``load(job)``, which is called before memory is counted, and its instances
+    ``facts``, a dictionary of numbers that goes to the `Result`.
+    """
 
     def time(self, count: int) -> float:
         """Seconds per repetition, over ``count`` of them."""
@@ -83,7 +87,7 @@ def serve(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        _load_the_rest(device)
+        getattr(make, "load", lambda job: None)(job)
         meter = meter_for(torch.device(device))
         measured = make(job)
         pipe.send(getattr(measured, "facts", {}))
@@ -98,18 +102,8 @@ def serve(
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
-        text = " ".join(str(error).split())
-        pipe.send(LeftOut(text if isinstance(error, LeftOut) else f"{type(error).__name__}: {text[:160]}"))
-
-
-def _load_the_rest(device: str) -> None:
-    """Take a step of a tiny model: what torch loads on first use is no method's memory."""
-    import torch
-
-    model = torch.nn.Linear(8, 8).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.ones(8, 8, device=device)).sum().backward()
-    optimizer.step()
+        text = " ".join(str(error).split()).partition(". ")[0]
+        pipe.send(LeftOut(text if isinstance(error, LeftOut) else f"{type(error).__name__}: {text}"))
 
 
 class Worker:
@@ -197,7 +191,8 @@ def race(
                 result.values, counts[name] = _prepare(worker, limits)
         for number in range(limits.bursts):
             tell(f"round {number + 1} of {limits.bursts}")
-            for name, worker in list(workers.items()):
+            forth_and_back = 1 if number % 2 == 0 else -1  # nobody always follows the same other
+            for name, worker in list(workers.items())[::forth_and_back]:
                 with of(name) as result:
                     result.seconds.append(worker.ask("time", counts[name], limits.first))
         for name, worker in list(workers.items()):

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from methods import DTYPES, make_optimizer
+from methods import DTYPES
 from workloads import WORKLOADS, Workload
 
 NAMES = frozenset(
@@ -153,12 +153,7 @@ def bytes_moved(workload: Workload, optimizer: str, format_name: str, clip: floa
     """
     if not workload.trains:
         return 0, 0
-    trained = [
-        weight
-        for group in make_optimizer(optimizer, workload.model()).param_groups
-        for weight in group["params"]
-    ]
-    count = sum(weight.numel() for weight in trained)
+    count = sum(weight.numel() for weight in workload.model().parameters() if weight.requires_grad)
     words = WORDS_OF_OPTIMIZER[optimizer]
     again = clip is not None or format_name == "fp16"
     return 4 * count * (1 + 2 * (1 + words) + again + workload.micro_batches - 1), 4 * count * (2 + words)

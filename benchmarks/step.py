@@ -13,7 +13,6 @@ one run, taken while the machine does nothing else.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,17 +24,9 @@ LARGEST_DISTANCE = 0.05
 STEPS_COMPARED = 6
 
 
-def choices(text: str, known: Sequence[str]) -> list[str]:
-    """The names in ``text``, separated by commas, in the order of ``known``."""
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := set(asked) - set(known):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not in {', '.join(known)}")
-    return [name for name in known if name in asked]
-
-
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from methods import METHODS
-    from setting import ALLOCATORS
+    from setting import ALLOCATORS, choices
     from workloads import WORKLOADS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -172,13 +163,9 @@ def main() -> None:
     console.print(means_table(over_all))
     said, failed = far_losses(found)
     print_lines(console, [said])
-    settings = {
-        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
-    }
     if options.out:
         workloads = {name: {**of, "rows": [asdict(row) for row in of["rows"]]} for name, of in found.items()}
-        whole = {**about, "settings": settings, "workloads": workloads, "geometric_means": over_all}
-        options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        setting.write(options.out, about, options, {"workloads": workloads, "geometric_means": over_all})
     if options.plot:
         from page import render
 
