@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -50,8 +50,8 @@ class Limits:
     values: int
 
     @property
-    def first(self) -> float:
-        """Seconds that anything may take: the first step compiles."""
+    def longest(self) -> float:
+        """Seconds that any answer may take: one that compiles, or several repetitions."""
         return 30 * self.slowest
 
 
@@ -90,11 +90,13 @@ def serve(
         getattr(make, "load", lambda job: None)(job)
         meter = meter_for(torch.device(device))
         measured = make(job)
-        pipe.send(getattr(measured, "facts", {}))
+        pipe.send("ready")
         while (question := pipe.recv()) is not None:
             what, count = question
             if what == "peak":
                 pipe.send(meter.peak())
+            elif what == "facts":
+                pipe.send(getattr(measured, "facts", {}))
             else:
                 pipe.send(getattr(measured, what)(count))
                 if what == "values":
@@ -157,6 +159,7 @@ def race(
     device: str,
     threads: int | None,
     tell: Callable[[str], None] = lambda text: None,
+    compiled: Container[str] = (),
 ) -> dict[str, Result]:
     """Measure all jobs in turn, round by round.
 
@@ -166,6 +169,7 @@ def race(
         device: "cpu" or "cuda".
         threads: of torch in each process; ``None`` leaves it to torch.
         tell: is called with what happens now.
+        compiled: names of those whose first repetition may take long.
     """
     results = {name: Result() for name in jobs}
     workers = {name: Worker(make, job, device, threads) for name, (make, job) in jobs.items()}
@@ -183,32 +187,33 @@ def race(
     try:
         tell("starting processes")
         for name, worker in list(workers.items()):
-            with of(name) as result:
-                result.facts = worker.answer(limits.first, "making its model took too long")
+            with of(name):
+                worker.answer(limits.longest, "making its model took too long")
         for name, worker in list(workers.items()):
             tell(f"first steps of {name}")
             with of(name) as result:
-                result.values, counts[name] = _prepare(worker, limits)
+                result.values, counts[name] = _prepare(worker, limits, name in compiled)
         for number in range(limits.bursts):
             tell(f"round {number + 1} of {limits.bursts}")
             forth_and_back = 1 if number % 2 == 0 else -1  # nobody always follows the same other
             for name, worker in list(workers.items())[::forth_and_back]:
                 with of(name) as result:
-                    result.seconds.append(worker.ask("time", counts[name], limits.first))
+                    result.seconds.append(worker.ask("time", counts[name], limits.longest))
         for name, worker in list(workers.items()):
             with of(name) as result:
-                result.peak = worker.ask("peak", 1, limits.first)
+                result.peak = worker.ask("peak", 1, limits.longest)
+                result.facts = worker.ask("facts", 1, limits.longest)
     finally:
         for worker in workers.values():
             worker.end()
     return results
 
 
-def _prepare(worker: Worker, limits: Limits) -> tuple[list[float], int]:
+def _prepare(worker: Worker, limits: Limits, compiles: bool) -> tuple[list[float], int]:
     """The first values, and how many repetitions make a burst."""
     slow = f"one step takes more than {limits.slowest:g} s (--slowest)"
-    values = worker.ask("values", 1, limits.first, slow)
+    values = worker.ask("values", 1, limits.longest if compiles else 3 * limits.slowest, slow)
     values += worker.ask("values", 1, limits.slowest, slow)
-    values += worker.ask("values", max(0, limits.values - 2), limits.first, slow)
+    values += worker.ask("values", max(0, limits.values - 2), limits.longest, slow)
     several = max(1, round(0.2 * limits.seconds / worker.ask("time", 1, limits.slowest, slow)))
-    return values, max(1, round(limits.seconds / worker.ask("time", several, limits.first)))
+    return values, max(1, round(limits.seconds / worker.ask("time", several, limits.longest)))

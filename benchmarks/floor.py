@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,9 @@ NAMES = frozenset(
 PREFIXES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 WORDS_OF_OPTIMIZER = {"adamw": 2, "sgd": 1}
 """Float32 numbers that the optimizer keeps per weight."""
+
+
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call; keep it if it is a product."""
@@ -69,10 +72,10 @@ class Products:
     """The products of one step, to be timed."""
 
     def __init__(self, job: ProductsJob) -> None:
-        workload = WORKLOADS[job.workload](job.small, job.device)
-        self._calls = record(workload, job.format)
+        self._job = job
+        self._calls: list[Call] = []
         self._wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
-        self.facts = {"products": len(self._calls)}
+        self.facts = {"products": 0}
 
     @torch.inference_mode()
     def time(self, count: int) -> float:
@@ -86,7 +89,11 @@ class Products:
         return (time.perf_counter() - begin) / count
 
     def values(self, count: int) -> list[float]:
-        """Nothing: products have no loss."""
+        """Record the products, which takes a step; nothing, for they have no loss."""
+        if not self._calls:
+            job = self._job
+            self._calls = record(WORKLOADS[job.workload](job.small, job.device), job.format)
+            self.facts["products"] = len(self._calls)
         self.time(count)
         return []
 
@@ -124,7 +131,7 @@ class Bytes:
         return []
 
 
-def record(workload: Workload, format_name: str) -> list[tuple[Callable[..., Any], Any, Any]]:
+def record(workload: Workload, format_name: str) -> list[Call]:
     """The products of one step: forward, and backward where it trains, of every micro-batch."""
     model, batches = workload.model(), workload.batches()
     low = format_name != "fp32"

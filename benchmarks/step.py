@@ -75,7 +75,8 @@ def measure(workload: str, options: argparse.Namespace, tell: Callable[[str], No
     }
     rate = {"bytes": (Bytes, BytesJob(size, options.device))} if size else {}
     limits = Limits(options.bursts, options.seconds, options.slowest, STEPS_COMPARED)
-    results = race({**steps, **products, **rate}, limits, options.device, options.threads, tell)
+    compiled = {name for name in steps if METHODS[name].compiled}
+    results = race({**steps, **products, **rate}, limits, options.device, options.threads, tell, compiled)
     per_byte = median(results["bytes"].seconds) if rate else 0.0
     floors = floors_of(
         {name: results[f"products {name}"] for name in formats},
