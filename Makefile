@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-deep check format clean
+.PHONY: demo test test-deep bench check format clean
 
 ## demo: train a real network in fp32, bf16 and fp16 side by side, and write a report
 demo: $(VENV)/.run
@@ -18,6 +18,13 @@ test: $(VENV)/.dev
 test-deep: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/programs --programs 2000
 	$(BIN)/python -m pytest tests/step --sequences 5000
+
+## bench: time training steps beside torch.amp, and what follows the backward. BENCH= for full size (an hour)
+BENCH ?= --small
+bench: $(VENV)/.run
+	mkdir -p build
+	$(BIN)/python benchmarks/step.py $(BENCH) --out build/step.json --plot build/step.html
+	$(BIN)/python benchmarks/after_backward.py --out build/after_backward.json
 
 ## check: lint, types, and the order of the rooms
 check: $(VENV)/.dev

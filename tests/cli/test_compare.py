@@ -52,7 +52,7 @@ def test_seeds_give_a_spread_and_without_plotly_the_way_to_a_report_is_named(
     # The accuracy: how long the times are, and so which way up the table stands, depends on the machine.
     assert "fp32" in out
     assert re.search(r"\d+\.\d ± \d+\.\d %", out)
-    assert "no report: report.html needs plotly" in out
+    assert "no report: the page needs plotly" in out
     assert not (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()
     assert run(["report", str(tmp_path / "run")]) == 0

@@ -48,7 +48,32 @@ def write_report(run: Run, folder: Path) -> Path:
 
 
 def render(run: Run) -> str:
-    """The whole page, with plotly.js inside once.
+    """The whole page of a run.
+
+    Raises:
+        PlotlyMissing: plotly is not installed.
+    """
+    header = run.header
+    title = f"{header.task} on {header.device}"
+    seeds = f"seed{'s' if len(header.seeds) > 1 else ''} {', '.join(map(str, header.seeds))}"
+    settings = f"{header.epochs} epoch{'s' if header.epochs > 1 else ''}, batch {header.batch_size}, {seeds}"
+    remarks = "".join(f"<li>{escape(note)}</li>" for note in notes(run))
+    before = [
+        f"<p>{escape(header.description)}. {escape(settings)}.</p>",
+        f'<p class="conclusion">{escape(conclusion(run))}</p>',
+        _table(run),
+        f"<ul>{remarks}</ul>" if remarks else "",
+    ]
+    after = [
+        _explanations(run),
+        "<h2>Machine and versions</h2>",
+        _facts([("started", header.started), *header.machine.items(), *header.versions.items()]),
+    ]
+    return document(title, before, figures(run), after)
+
+
+def document(title: str, before: Iterable[str], drawn: Iterable[Figure], after: Iterable[str] = ()) -> str:
+    """A page with figures between parts of HTML, in one text with plotly.js inside once.
 
     Raises:
         PlotlyMissing: plotly is not installed.
@@ -56,29 +81,20 @@ def render(run: Run) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise PlotlyMissing("report.html needs plotly; install it with: pip install plotly") from error
-    drawn = figures(run)
-    header = run.header
-    title = escape(f"{header.task} on {header.device}")
-    seeds = f"seed{'s' if len(header.seeds) > 1 else ''} {', '.join(map(str, header.seeds))}"
-    settings = f"{header.epochs} epoch{'s' if header.epochs > 1 else ''}, batch {header.batch_size}, {seeds}"
-    remarks = "".join(f"<li>{escape(note)}</li>" for note in notes(run))
+        raise PlotlyMissing("the page needs plotly; install it with: pip install plotly") from error
+    drawn = tuple(drawn)
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            f"<title>{title} - floatplan</title>",
+            f"<title>{escape(title)} - floatplan</title>",
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{STYLE}</style></head><body><main>",
-            f"<h1>{title}</h1><p>{escape(header.description)}. {escape(settings)}.</p>",
-            f'<p class="conclusion">{escape(conclusion(run))}</p>',
-            _table(run),
-            f"<ul>{remarks}</ul>" if remarks else "",
+            f"<h1>{escape(title)}</h1>",
+            *before,
             '<div class="figures">',
             *(_frame(figure) for figure in drawn),
             "</div>",
-            _explanations(run),
-            "<h2>Machine and versions</h2>",
-            _facts([("started", header.started), *header.machine.items(), *header.versions.items()]),
+            *after,
             f"<script>{get_plotlyjs()}</script>",
             f'<script id="figures" type="application/json">{_as_json(drawn)}</script>',
             f"<script>{SCRIPT}</script></main></body></html>\n",

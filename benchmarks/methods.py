@@ -1,0 +1,234 @@
+"""The ways of training that the step benchmark compares: how each does one step of a workload."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import floatplan as fp
+from bursts import LeftOut
+from floatplan.errors import StepError
+from workloads import WORKLOADS, Workload
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INIT_SCALE = 2.0**10
+"""Of every gradient scaler: no step is skipped, so that all methods take the same steps."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of training.
+
+    Attributes:
+        owner: "plain", "torch" (torch.amp), "dropin" (`fp.autocast`, `fp.GradScaler`) or "amp" (`fp.Amp`).
+        format: "fp32", "bf16", "fp16", or "auto", which leaves the choice to `fp.Amp`.
+        compiled: through ``torch.compile``.
+        torch: the method of torch.amp that it is compared with.
+        plain: the method in float32 that it is compared with.
+    """
+
+    owner: str
+    format: str
+    compiled: bool = False
+    torch: str | None = None
+    plain: str = "fp32"
+
+
+METHODS = {
+    "fp32": Method("plain", "fp32"),
+    "torch-bf16": Method("torch", "bf16", torch="torch-bf16"),
+    "dropin-bf16": Method("dropin", "bf16", torch="torch-bf16"),
+    "amp-bf16": Method("amp", "bf16", torch="torch-bf16"),
+    "torch-fp16": Method("torch", "fp16", torch="torch-fp16"),
+    "dropin-fp16": Method("dropin", "fp16", torch="torch-fp16"),
+    "amp-fp16": Method("amp", "fp16", torch="torch-fp16"),
+    "amp-auto": Method("amp", "auto", torch="torch-bf16"),
+    "fp32-compiled": Method("plain", "fp32", compiled=True, plain="fp32-compiled"),
+    "torch-compiled": Method("torch", "bf16", compiled=True, torch="torch-compiled", plain="fp32-compiled"),
+    "amp-compiled": Method("amp", "bf16", compiled=True, torch="torch-compiled", plain="fp32-compiled"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method on one workload."""
+
+    workload: str
+    method: str
+    small: bool
+    device: str
+    optimizer: str
+    clip: float | None
+
+
+class Steps:
+    """Steps of a job, to be timed."""
+
+    def __init__(self, job: Job) -> None:
+        self._step = make_step(job)
+        self._wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
+
+    @staticmethod
+    def load(job: Job) -> None:
+        """Take a step of a tiny model: what torch loads on first use is no method's memory."""
+        model = nn.Linear(8, 8).to(job.device)
+        optimizer = make_optimizer(job.optimizer, model)
+        model(torch.ones(8, 8, device=job.device)).sum().backward()
+        optimizer.step()
+
+    def time(self, count: int) -> float:
+        """Seconds per step."""
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(count):
+            self._step()
+        self._wait()
+        return (time.perf_counter() - begin) / count
+
+    def values(self, count: int) -> list[float]:
+        """The losses of the next steps."""
+        return [self._step().item() for _ in range(count)]
+
+
+def make_step(job: Job) -> Callable[[], Tensor]:
+    """A function that takes a step with the next batch (or batches) and returns the loss of the last.
+
+    Raises:
+        LeftOut: this floatplan does not have the method.
+    """
+    workload = WORKLOADS[job.workload](job.small, job.device)
+    method = METHODS[job.method]
+    model = workload.model()
+    optimizer = make_optimizer(job.optimizer, model)
+    batches = cycle(workload.batches())
+    if method.owner == "amp":
+        amp = make_amp(model, optimizer, method, workload, job.clip)
+        if not workload.trains:
+            return evaluation(workload, model, amp.autocast, batches)
+        return amp_step(workload, model, amp, batches)
+    region = make_region(method, job.device)
+    if method.compiled:
+        model = torch.compile(model)
+    if not workload.trains:
+        return evaluation(workload, model, region, batches)
+    scaler_class = fp.GradScaler if method.owner == "dropin" else torch.amp.GradScaler
+    scaler = scaler_class(job.device, init_scale=INIT_SCALE) if method.format == "fp16" else None
+    return classic_step(workload, model, optimizer, region, scaler, batches, job.clip)
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Over the weights that are trained; "adamw" (fused) or "sgd" (momentum, as torch picks its kernel)."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    return torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
+
+
+def make_region(method: Method, device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the region of a forward."""
+    if method.owner == "plain":
+        return nullcontext
+    region = fp.autocast if method.owner == "dropin" else torch.autocast
+    return lambda: region(device, dtype=DTYPES[method.format])
+
+
+def make_amp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    workload: Workload,
+    clip: float | None,
+) -> fp.Amp:
+    """`fp.Amp` in the method's format.
+
+    Raises:
+        LeftOut: this floatplan does not know "auto" or ``compile=``.
+    """
+    more: dict[str, Any] = {"compile": True} if method.compiled else {}
+    try:
+        return fp.Amp(
+            model,
+            optimizer,
+            method.format,
+            accumulate=workload.micro_batches,
+            clip_norm=clip,
+            settings=fp.Settings(init_scale=INIT_SCALE),
+            **more,
+        )
+    except (StepError, TypeError) as error:
+        if method.format != "auto" and not method.compiled:
+            raise
+        raise LeftOut(f"fp.Amp does not offer it: {error}") from error
+
+
+def classic_step(
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    region: Callable[[], AbstractContextManager[Any]],
+    scaler: Any,
+    batches: Any,
+    clip: float | None,
+) -> Callable[[], Tensor]:
+    """The loop that one writes by hand, with a scaler where there is one."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = workload.micro_batches
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        for _ in range(count):
+            x, y = next(batches)
+            with region():
+                loss = workload.loss(model, x, y)
+            share = loss / count if count > 1 else loss
+            (share if scaler is None else scaler.scale(share)).backward()
+        if clip is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(trained, clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        return loss.detach()
+
+    return step
+
+
+def amp_step(workload: Workload, model: nn.Module, amp: fp.Amp, batches: Any) -> Callable[[], Tensor]:
+    """The loop of docs/loop.md."""
+
+    def step() -> Tensor:
+        for _ in range(workload.micro_batches):
+            x, y = next(batches)
+            with amp.autocast():
+                loss = workload.loss(model, x, y)
+            amp.step(loss)
+        return loss.detach()
+
+    return step
+
+
+def evaluation(
+    workload: Workload,
+    model: nn.Module,
+    region: Callable[[], AbstractContextManager[Any]],
+    batches: Any,
+) -> Callable[[], Tensor]:
+    """The loss of the next batch, without gradients."""
+    model.eval()
+
+    def step() -> Tensor:
+        x, y = next(batches)
+        with torch.no_grad(), region():
+            return workload.loss(model, x, y)
+
+    return step
