@@ -28,15 +28,6 @@ from floatplan.step.settings import Settings
 from floatplan.step.window import Window
 from floatplan.step.windows import Windows
 
-ACCUMULATING = "accumulating"
-NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
-
-OUTSIDE = (
-    "no amp.autocast() was entered before this loss: if its forward was to run in the precision of the Amp, "
-    "it did not, and a step that is skipped cannot put running statistics back. Write: with "
-    "amp.autocast(): loss = ..."
-)
-
 Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
 
 
@@ -163,7 +154,7 @@ class Amp:
         if not self._forwards.were_in_region:
             self._forwards.were_in_region = True
             if self._precision.has_region or len(self._forwards):
-                notes.warn(OUTSIDE)
+                notes.warn(notes.OUTSIDE)
         before = [(other, other.grad) for other in self._windows.others(window) if other.requires_grad]
         # A view may be of memory that this backward writes to.
         before = [(p, g.clone() if g is not None and g._is_view() else g) for p, g in before]
@@ -240,7 +231,7 @@ class Amp:
             left_out = window.close_micro_batch()
             self._forwards.end_micro_batch(left_out is not None)
             if window.counted + window.dropped < self.accumulate:
-                return StepResult(left_out or window.nothing_done(ACCUMULATING))
+                return StepResult(left_out or window.nothing_done(notes.ACCUMULATING))
         return self._finish(window, **said)
 
     def flush(
@@ -313,8 +304,8 @@ class Amp:
             window.unscale()
         refused, overflowed, present = window.verdict(self._penalties.flags)
         if not (window.has_gradients or window.dropped) and not present.item():
-            notes.warn(f"Amp.step: {NO_GRADIENTS}")
-            done = window.nothing_done(NO_GRADIENTS)
+            notes.warn(f"Amp.step: {notes.NO_GRADIENTS}")
+            done = window.nothing_done(notes.NO_GRADIENTS)
             self._clear(window)
             return StepResult(done)
         if clip_norm is not None:

@@ -7,6 +7,15 @@ from collections.abc import Sequence
 
 from floatplan.errors import FloatplanWarning, users_line
 
+ACCUMULATING = "accumulating"
+NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
+
+OUTSIDE = (
+    "no amp.autocast() was entered before this loss: if its forward was to run in the precision of the Amp, "
+    "it did not, and a step that is skipped cannot put running statistics back. Write: with "
+    "amp.autocast(): loss = ..."
+)
+
 
 def some(names: Sequence[str], count: int = 3) -> str:
     """The first few names, and how many there are besides."""
