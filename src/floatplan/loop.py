@@ -353,7 +353,7 @@ class Amp:
         """Running statistics as they were, after a backward that failed or was not wanted."""
         if window.is_fresh:
             self._penalties.forget()
-        self._forwards.undo(not self._windows.nothing_waits())
+        self._forwards.undo(not self._windows.nothing_waits(), self._windows.others_open(window))
 
     def waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients of ``optimizer`` are in a window, and this is not their step."""

@@ -80,9 +80,15 @@ class Forwards:
                 self._kept.restore(where)
         self._begin_anew(others_wait)
 
-    def undo(self, others_wait: bool) -> None:
-        """A micro-batch, or all that there is of a step, was thrown away or has failed."""
-        self.end_micro_batch(is_dropped=True)
+    def undo(self, others_wait: bool, others_are_open: bool) -> None:
+        """A micro-batch, or all that there is of a step, was thrown away or has failed.
+
+        Args:
+            others_wait: as of `settle`.
+            others_are_open: whether a micro-batch of another window is, whose forward came before.
+        """
+        if not others_are_open:
+            self.end_micro_batch(is_dropped=True)
         if others_wait:
             self.settle(False, others_wait)
         else:

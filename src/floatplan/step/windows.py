@@ -119,6 +119,10 @@ class Windows:
         """Whether any but ``window`` has gradients."""
         return any(not other.is_fresh for other in self if other is not window)
 
+    def others_open(self, window: Window) -> bool:
+        """Whether a micro-batch of any but ``window`` is."""
+        return any(other.is_open for other in self if other is not window)
+
     def remark(self, window: Window) -> None:
         """Gradients of the others were put back by the Amp itself."""
         for other in self:

@@ -354,7 +354,7 @@ class KnownAmp:
     def skip(self, key: Key) -> None:
         self.clear(key)
         self.statistics.restore(self.statistics.kept)
-        self.statistics.kept = None
+        self.statistics.kept = self.statistics.of_micro_batch = None
 
     def reloaded(self) -> None:
         """In an Amp that has loaded the state, which has nothing of what is said to a step, and does not tell
