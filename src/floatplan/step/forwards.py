@@ -69,16 +69,21 @@ class Forwards:
             others_wait: whether gradients of other windows do, so that this was not all since the first
                 forward. What there is now is then what they go back to.
         """
-        if self._kept.taken:
-            spoiled = self._kept.spoiled()
-            where = refused if isinstance(refused, Tensor) else None
-            if spoiled is not None:
-                where = spoiled if where is None else torch.maximum(where, spoiled.to(where.device))
-            if refused is True or (where is not None and where.device.type == "cpu" and bool(where.item())):
-                self._kept.restore()
-            elif where is not None and where.device.type != "cpu":
-                self._kept.restore(where)
+        self._put_back(refused)
         self._begin_anew(others_wait)
+
+    def _put_back(self, refused: bool | Tensor) -> None:
+        """What is kept, if the step was refused or statistics are spoiled."""
+        if not self._kept.taken:
+            return
+        spoiled = self._kept.spoiled()
+        where = refused if isinstance(refused, Tensor) else None
+        if spoiled is not None:
+            where = spoiled if where is None else torch.maximum(where, spoiled.to(where.device))
+        if refused is True or (where is not None and where.device.type == "cpu" and bool(where.item())):
+            self._kept.restore()
+        elif where is not None and where.device.type != "cpu":
+            self._kept.restore(where)
 
     def undo(self, others_wait: bool, others_are_open: bool) -> None:
         """A micro-batch, or all that there is of a step, was thrown away or has failed.
@@ -89,8 +94,8 @@ class Forwards:
         """
         if not others_are_open:
             self.end_micro_batch(is_dropped=True)
-        if others_wait:
-            self.settle(False, others_wait)
+        if others_wait:  # what they go back to stays
+            self._put_back(False)
         else:
             if self._kept.taken:
                 self._kept.restore()
