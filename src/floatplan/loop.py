@@ -89,7 +89,7 @@ class Amp:
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
         self._precision = InForce(precision, device_type, self.settings, scaler)
-        self._region = self._precision.region()
+        self._region = self._precision.region(self.models)
         self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
@@ -226,7 +226,7 @@ class Amp:
         if loss is not None:
             self._backward(window, loss, marks=self.accumulate > 1)
         checks.check_has_backward(window.is_open or window.is_unscaled, "step()")
-        window.said = said
+        window.said, window.lacks_scheduler = said, False
         if not window.is_unscaled:
             left_out = window.close_micro_batch()
             self._forwards.end_micro_batch(left_out is not None)
@@ -253,6 +253,7 @@ class Amp:
         if clip_norm is None:
             said["clip_norm"] = window.said.get("clip_norm", self.clip_norm)
         if scheduler is None:
+            checks.check_has_scheduler(window.lacks_scheduler)
             said["schedulers"] = window.said.get("schedulers", ())
         if window.is_open and not window.is_unscaled:
             self._forwards.end_micro_batch(window.close_micro_batch("flush") is not None)
@@ -279,8 +280,7 @@ class Amp:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the sum of ``outputs`` for ``inputs``, unscaled and in float32, with a graph.
 
-        For gradient penalties: scaled on the way through 16-bit formats where the precision needs it.
-        Arguments are those of ``torch.autograd.grad``.
+        For penalties: scaled on the way through 16-bit formats. Arguments of ``torch.autograd.grad``.
         """
         return self._penalties.grad(
             self._windows.scaler(),
@@ -304,7 +304,7 @@ class Amp:
             window.unscale()
         refused, overflowed, present = window.verdict(self._penalties.flags)
         if not (window.has_gradients or window.dropped) and not present.item():
-            notes.warn(f"Amp.step: {notes.NO_GRADIENTS}")
+            notes.warn(f"Amp.step: {notes.NO_GRADIENTS}; {notes.WHY_NONE}")
             done = window.nothing_done(notes.NO_GRADIENTS)
             self._clear(window)
             return StepResult(done)

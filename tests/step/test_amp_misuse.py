@@ -79,10 +79,8 @@ def test_backward_called_twice_is_explained() -> None:
     with amp.autocast():
         loss = model(ONES).square().sum()
     loss.backward()
-    with pytest.raises(RuntimeError, match="second time") as raised:
+    with moves(model, 0.0), pytest.raises(StepError, match=r"call loss\.backward\(\) themselves"):
         amp.step(loss)
-    notes = "".join(getattr(raised.value, "__notes__", ["of an Amp call loss.backward() themselves"]))
-    assert "of an Amp call loss.backward() themselves" in notes
 
 
 @pytest.mark.trouble("T06")

@@ -125,7 +125,9 @@ def test_a_rank_without_gradients_takes_part(noted: Any, name: str, precision: s
         assert rows[0]["found_inf"] is is_bad
         for rank, row in enumerate(rows):
             nobody = "no parameter of the optimizer has a gradient, so there is nothing to step with"
-            assert row["said"] == ([] if any(reaches) else [f"Amp.step: {nobody}"])
+            assert [said.partition(";")[0] for said in row["said"]] == (
+                [] if any(reaches) else [f"Amp.step: {nobody}"]
+            )
             if not any(reaches):
                 assert (row["reason"], row["scale"]) == (nobody, row["scale"])
             if number and (is_bad or not reaches[rank]):

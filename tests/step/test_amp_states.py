@@ -154,3 +154,20 @@ def test_statistics_that_do_not_fit_leave_those_that_were_kept() -> None:
         amp.load_state_dict(small.state_dict())
     assert not amp.step(loss)
     assert all(map(torch.equal, before, model.buffers()))
+
+
+@pytest.mark.trouble("T44")
+def test_a_flush_after_a_load_clips_as_before_and_asks_for_the_scheduler() -> None:
+    model, other = linear(), linear()
+    optimizers = sgd(model), sgd(other)
+    amp, loaded = (
+        fp.Amp(m, o, "fp32", accumulate=4) for m, o in zip((model, other), optimizers, strict=True)
+    )
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    amp.step(one(amp, model, 100.0), clip_norm=math.sqrt(8), scheduler=schedulers[0])
+    loaded.load_state_dict(copy.deepcopy(amp.state_dict()))
+    with moves(other, 0.0), pytest.raises(StepError, match=r"pass it, amp\.flush"):
+        loaded.flush()
+    with moves(other, 1.0):
+        assert loaded.flush(scheduler=schedulers[1])
+    assert schedulers[1].last_epoch == 1

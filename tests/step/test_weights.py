@@ -246,3 +246,15 @@ def test_outputs_in_float32_where_they_are_asked_for() -> None:
     gc.collect()
     with fp.autocast("cpu", torch.bfloat16):
         assert model(torch.randn(3, 4))["hidden"][0].dtype is torch.bfloat16
+
+
+def test_frozen_weights_in_16_bits_in_an_amp_of_float32() -> None:
+    model = Rotary()
+    model.linear.requires_grad_(False)
+    fp.downcast_frozen(model, torch.bfloat16)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    amp = fp.Amp(model, torch.optim.SGD(trained, lr=0.1), "fp32")
+    with amp.autocast():
+        output = model(torch.randn(4, 8))
+    assert output.dtype is torch.float32
+    assert amp.step(output.square().mean())

@@ -155,6 +155,15 @@ def check_has_backward(has: bool, call: str) -> None:
         )
 
 
+def check_has_scheduler(lacks: bool) -> None:
+    """StepError where the scheduler of a window is not known."""
+    if lacks:
+        raise StepError(
+            "the state that was loaded is of a window whose steps moved a scheduler, which a state cannot "
+            "hold: pass it, amp.flush(scheduler=scheduler)"
+        )
+
+
 def check_last(number: int, accumulate: int) -> None:
     """StepError unless micro-batch ``number`` is the last of a window."""
     if number < accumulate:

@@ -51,5 +51,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if waiting is not None and waiting.waits_for_a_step(optimizer):
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called while gradients of an Amp wait for their "
-                "step, which are scaled and summed up; call amp.step() instead"
+                "step, which are scaled and summed up; call amp.step() instead, of that Amp if there are "
+                "several"
             )

@@ -40,6 +40,7 @@ class MicroBatches:
         is_open: a backward ran since the last micro-batch was closed.
         is_unscaled: the gradients are those that the optimizers take.
         said: arguments of the last ``step`` in it, for a flush.
+        lacks_scheduler: that step had a scheduler, which a state that was loaded cannot have.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class MicroBatches:
         self.counted = self.dropped = 0
         self.is_open = self.is_unscaled = False
         self.said: dict[str, Any] = {}
+        self.lacks_scheduler = False
         self._sums: dict[Tensor, Tensor] = {}
         self._losses: list[Tensor] = []
         self._closed_losses = 0
@@ -120,8 +122,7 @@ class MicroBatches:
             marks: notice it if anybody else touches the gradients before the next call.
             options: of ``Tensor.backward``.
         """
-        was_fresh = self.is_fresh
-        if was_fresh:
+        if self.is_fresh:
             self._begin()
         if self._drops and not self.is_open:
             self._set_sums_aside()
@@ -141,7 +142,9 @@ class MicroBatches:
                 self._marks = marks_of(self.parameters())
             else:
                 self.clear()
-            notes.add(error, notes.of_backward(error, was_fresh, lost))
+            if notes.was_called_before(error):
+                raise StepError(notes.CALLED_BEFORE) from error
+            notes.add(error, notes.of_backward(lost))
             raise
         self._marks = marks_of(self.parameters()) if marks else None
 

@@ -9,11 +9,19 @@ from floatplan.errors import FloatplanWarning, users_line
 
 ACCUMULATING = "accumulating"
 NO_GRADIENTS = "no parameter of the optimizer has a gradient, so there is nothing to step with"
+WHY_NONE = "does the loss reach its parameters, and is it the optimizer that was meant?"
 
 OUTSIDE = (
     "no amp.autocast() was entered before this loss: if its forward was to run in the precision of the Amp, "
     "it did not, and a step that is skipped cannot put running statistics back. Write: with "
     "amp.autocast(): loss = ..."
+)
+
+CALLED_BEFORE = (
+    "this loss had its backward already: step(loss) and backward(loss) of an Amp call loss.backward() "
+    "themselves, once. Leave loss.backward() out; after amp.backward(loss) call amp.step() without the loss; "
+    "for several losses of one graph pass retain_graph=True to amp.backward. The gradients are cleared, no "
+    "weight has changed"
 )
 
 
@@ -34,13 +42,12 @@ def add(error: BaseException, note: str) -> None:
         error.add_note(f"floatplan: {note}")
 
 
-def of_backward(error: BaseException, was_first: bool, lost: int) -> str:
-    """What became of the gradients when a backward failed."""
+def was_called_before(error: BaseException) -> bool:
+    """Whether a backward failed because the graph was gone."""
+    return isinstance(error, RuntimeError) and "second time" in str(error)
+
+
+def of_backward(lost: int) -> str:
+    """What became of the gradients when a backward failed, and those of ``lost`` micro-batches with it."""
     words = f"the gradients of {lost} micro-batches before it are cleared, too. " if lost else ""
-    note = f"backward failed, and its gradients are cleared. {words}No weight has changed"
-    if was_first and "second time" in str(error):
-        note += (
-            ". step(loss) and backward(loss) of an Amp call loss.backward() themselves: leave it out, or "
-            "call step() without the loss after amp.backward(loss)"
-        )
-    return note
+    return f"backward failed, and its gradients are cleared. {words}No weight has changed"

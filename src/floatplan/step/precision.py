@@ -59,8 +59,14 @@ class Precision:
         """Whether the region changes what operators run in; a plan does so on the modules."""
         return not (self.is_full or isinstance(self.asked, Plan))
 
-    def region(self) -> AbstractContextManager[Any]:
-        """The region of the forward; that of float32 and of a plan keeps a region around it out."""
+    def region(self, models: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+        """The region of the forward; that of float32 and of a plan keeps a region around it out.
+
+        Where ``models`` have weights in 16 bits, which are then frozen, that of float32 takes them up.
+        """
+        low = any(p.dtype.itemsize < 4 for model in models for p in model.parameters())
+        if self.is_full and low:
+            return autocast(self._device_type, torch.float32)
         if isinstance(self.asked, Plan) or self.is_full:
             is_known = self._device_type in DEVICE_TYPES
             return autocast(self._device_type, torch.bfloat16, enabled=False) if is_known else nullcontext()

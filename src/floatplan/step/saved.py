@@ -13,7 +13,7 @@ from floatplan.step.window import Window
 
 VERSION = 1
 _COUNTS = ("counted", "dropped", "skips")
-_FLAGS = ("is_open", "is_unscaled", "overflowed", "forward_failed")
+_FLAGS = ("is_open", "is_unscaled", "overflowed", "forward_failed", "moves_scheduler")
 _KEPT = ("step", "micro_batch")
 _TORCH_SCALER = "growth_factor"
 
@@ -61,13 +61,18 @@ def check_window(state: object, window: Window) -> None:
     """Raise StepError unless ``window`` can take ``state``."""
     if not isinstance(state, Mapping):
         raise StepError(f"the state of a window is a dict, got a {type(state).__name__}")
-    missing = [name for name in (*_COUNTS, *_FLAGS, "scaler", "grads", "sums") if name not in state]
+    missing = [
+        name for name in (*_COUNTS, *_FLAGS, "clip_norm", "scaler", "grads", "sums") if name not in state
+    ]
     if missing:
         raise StepError(f"the state of a window has no {', '.join(missing)}; was it saved by an Amp?")
     for name in _COUNTS:
         count = state[name]
         if type(count) is not int or not 0 <= count < 2**31:
             raise StepError(f"the state of a window has {name}={count!r}, which is no count")
+    norm = state["clip_norm"]
+    if norm is not None and not (type(norm) in (int, float) and norm > 0):
+        raise StepError(f"the state of a window has clip_norm={norm!r}, which is no norm")
     for name in _FLAGS:
         if type(state[name]) is not bool:
             raise StepError(

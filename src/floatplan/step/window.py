@@ -254,6 +254,8 @@ class Window(MicroBatches):
             "overflowed": self._overflowed,
             "forward_failed": not all(bool(loss.isfinite().all()) for loss in self._losses),
             "skips": int(self._skips),
+            "clip_norm": self.said.get("clip_norm"),
+            "moves_scheduler": bool(self.said.get("schedulers")) or self.lacks_scheduler,
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
             "grads": {place: grad.detach().clone() for place, grad in grads.items() if grad is not None},
             "sums": {places[id(p)]: grad.detach().clone() for p, grad in self._sums.items()},
@@ -269,6 +271,9 @@ class Window(MicroBatches):
             self.scaler.load_state_dict(dict(state["scaler"]))
         self.counted, self.dropped, self._skips = state["counted"], state["dropped"], state["skips"]
         self.is_open, self._overflowed = state["is_open"], state["overflowed"]
+        if not self.is_fresh:
+            self.lacks_scheduler = state["moves_scheduler"]
+            self.said = {} if state["clip_norm"] is None else {"clip_norm": state["clip_norm"]}
         if state["forward_failed"]:
             self._losses.append(torch.tensor(torch.inf))
         parameters = list(self.parameters())

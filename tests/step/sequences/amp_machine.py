@@ -10,13 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from torch import Tensor
 
 import floatplan as fp
-from floatplan.errors import ScalingError
+from floatplan.errors import FloatplanError, ScalingError
 from sequences.amp_reference import Key
 from sequences.amp_setup import DTYPES, POLICY, AmpSetup, X, clips
 from sequences.calls import changes_nothing, warnings_of
@@ -184,6 +185,10 @@ class AmpMachine(AmpSetup):
         clips_at = self.clip if clip is None else clip
         scheduled &= 0 in key
         scheduler = self.scheduler if scheduled else None
+        if flushes and window.lacks_scheduler and not scheduled:
+            with pytest.raises(FloatplanError, match="pass it"), changes_nothing(self.everything):
+                call(clip_norm=clip, **target)
+            return
         if flushes and window.said is not None:  # arguments that are left out are those of the last step
             clips_at = window.said[0] if clip is None else clip
             scheduled |= window.said[1]

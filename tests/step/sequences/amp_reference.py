@@ -59,6 +59,7 @@ class KnownWindow:
     is_unscaled: bool = False
     skips: int = 0
     said: tuple[float | None, bool] | None = None
+    lacks_scheduler: bool = False
     losses: list[bool] = field(default_factory=list)
     open_losses: list[bool] = field(default_factory=list)
     overflowed: bool = False
@@ -247,7 +248,7 @@ class KnownAmp:
     def step(self, key: Key, clip: float | None, said: float | None, scheduled: bool) -> Expected:
         """After `backward`. ``said`` is the norm in the result, which clipping is by: right to six digits."""
         window = self.window(key)
-        window.said = clip, scheduled
+        window.said, window.lacks_scheduler = (clip, scheduled), False
         if not window.is_unscaled:
             left_out = self.close(key)
             if window.counted + window.dropped < self.accumulate:
@@ -361,5 +362,7 @@ class KnownAmp:
         in which micro-batch a forward failed.
         """
         for window in self.windows.values():
-            window.said = None
+            window.lacks_scheduler |= window.said is not None and window.said[1]
+            clip = None if window.said is None else window.said[0]
+            window.said = None if clip is None else (clip, False)
             window.losses, window.open_losses = [], [window.forwards_are_fine]
