@@ -211,7 +211,8 @@ class Window(MicroBatches):
         else:
             factor = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
         if self._divisor is not None:
-            self._divisor = (self._divisor / factor).float()
+            # In float64, and rounded once, whether the norm is a number or a tensor.
+            self._divisor = (self._divisor.to(gradients.widest(self._divisor.device)) / factor).float()
             return
         for optimizer in self.optimizers:
             for batch in gradients.collect(optimizer, allow_fp16=True):

@@ -301,9 +301,9 @@ class KnownAmp:
         else:
             expected.value = None if len(key) == 1 else (None,) * len(key)  # what the optimizers return
             gradients = {member: self.gradients[member] for member in key}
-            factor = f32(clip / said) if clip is not None and said is not None and said > clip else 1.0
+            factor = clip / said if clip is not None and said is not None and said > clip else 1.0
             if divisor is None:
-                gradients = {member: multiplied(of_one, factor) for member, of_one in gradients.items()}
+                gradients = {member: multiplied(of_one, f32(factor)) for member, of_one in gradients.items()}
             else:
                 by = f32(divisor / factor)
                 gradients = {member: divided(of_one, by) for member, of_one in gradients.items()}
