@@ -103,3 +103,17 @@ def test_norms_of_tiny_gradients() -> None:
     scaler.scale((param * torch.tensor([3e-30, 4e-30])).sum()).backward()
     result = scaler.step(optimizer)
     assert result.grad_norm == pytest.approx(5e-30, rel=1e-6, abs=0.0)
+
+
+def test_a_shallow_copy_shares_no_iteration() -> None:
+    """Optimizers are known by id, which a later one may have again."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0), fp.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    other = copy.copy(scaler)
+    for one in (scaler, other):
+        one.scale(param.sum()).backward()
+        assert one.step(optimizer)
+        one.update()

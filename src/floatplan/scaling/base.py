@@ -241,6 +241,9 @@ class ScalerState(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Numbers in place of tensors, so that a copy starts on whatever device it first scales on."""
         state = self.__dict__.copy()
+        # Of its own also in a shallow copy: the next iteration of this scaler is none of the other's.
+        state["_per_optimizer_states"] = defaultdict(fresh_state)
+        state["_unscaled"] = {}
         for of_live_optimizers in ("_streaks", "_notes", "_backwards", "_watched", "_outputs", "_losses"):
             state.pop(of_live_optimizers, None)
         if self._enabled:
