@@ -41,3 +41,14 @@ def moves(model: nn.Module, by: float) -> Iterator[None]:
     yield
     for parameter, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach(), old - by, rtol=1e-5, atol=1e-6)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit, in nested states; NaN is NaN."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other or (one != one and other != other))

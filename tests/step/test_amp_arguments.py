@@ -69,19 +69,6 @@ def test_a_scaler_that_is_disabled_scales_nothing() -> None:
     assert repr(amp) == "Amp(float16, SGD, accumulate=1)"
 
 
-def test_a_gradient_penalty_takes_the_options_of_torch() -> None:
-    model = linear()
-    amp = make(model)
-    x, unused = torch.ones(2, 3, requires_grad=True), torch.ones(1, requires_grad=True)
-    found, none = amp.grad(
-        model(x), [x, unused], torch.full((2, 2), 2.0), allow_unused=True, create_graph=False
-    )
-    assert none is None
-    assert found is not None
-    assert not found.requires_grad
-    torch.testing.assert_close(found, 2 * model.weight.sum(0).expand(2, 3).detach())
-
-
 def test_the_mean_of_micro_batches_in_float64_is_not_rounded_to_float32() -> None:
     model = linear().double()
     amp = make(model, accumulate=3)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from small import equal
 from torch import Tensor, nn
 from torch import distributed as dist
-from two_ranks import SLOW, Case, Training, X, Y, decision, equal, flat, run_cases, spoils
+from two_ranks import SLOW, Case, Training, X, Y, decision, flat, run_cases, spoils
 
 import floatplan as fp
 

@@ -142,17 +142,6 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Bit for bit, in nested states; NaN is NaN."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other or (one != one and other != other))
-
-
 def decision(row: dict[str, Any]) -> dict[str, Any]:
     """What every rank must say alike, whoever saw the reason."""
     return {field: row[field] for field in FIELDS[:5]}

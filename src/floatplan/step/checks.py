@@ -17,8 +17,6 @@ from floatplan.step import notes
 from floatplan.step.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
 ALIASES = {
     "float16": "fp16",
     "half": "fp16",
@@ -32,6 +30,7 @@ ALIASES = {
     "float": "fp32",
     "32": "fp32",
 }
+"""What others call them, for a hint."""
 
 
 def models_of(models: object) -> tuple[nn.Module, ...]:

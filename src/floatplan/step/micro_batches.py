@@ -123,7 +123,7 @@ class MicroBatches:
             options: of ``Tensor.backward``.
         """
         if self.is_fresh:
-            self._begin()
+            self.clear()
         if self._drops and not self.is_open:
             self._set_sums_aside()
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
@@ -147,11 +147,6 @@ class MicroBatches:
             notes.add(error, notes.of_backward(lost))
             raise
         self._marks = marks_of(self.parameters()) if marks else None
-
-    def _begin(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-        self._forget()
 
     def _note_scale(self) -> None:
         """Keep the scale of the first backward; it counts for all of the window."""

@@ -198,9 +198,8 @@ class Window(MicroBatches):
     def clip(self, max_norm: float) -> None:
         """Multiply the gradients by max_norm / norm where that is below 1, or have the optimizers do it.
 
-        Only after `unscale` or `divide_in_step`.
-
-        A norm that is not finite changes nothing: the step is refused anyway.
+        Only after `unscale` or `divide_in_step`. A norm that is not finite changes nothing: the step
+        is refused anyway.
         """
         devices = [device for flags in self._flags for device in flags]
         norm = total_norm(self._changed or self._measured, devices[0] if devices else torch.device("cpu"))
