@@ -18,6 +18,9 @@ from floatplan.errors import StepError
 from workloads import WORKLOADS, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LEARNING_RATE = 1e-6
+"""So low that a model does not learn its few batches by heart: gradients of a loss near 0 are subnormal numbers
+in float32, which a CPU takes up to 50 times longer to compute with, and none in 16 bits."""
 INIT_SCALE = 2.0**10
 """Of every gradient scaler: no step is skipped, so that all methods take the same steps."""
 
@@ -127,8 +130,8 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Over the weights that are trained; "adamw" (fused) or "sgd" (momentum, as torch picks its kernel)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "adamw":
-        return torch.optim.AdamW(trained, lr=1e-3, fused=True)
-    return torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
+        return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    return torch.optim.SGD(trained, lr=10 * LEARNING_RATE, momentum=0.9)
 
 
 def make_region(method: Method, device: str) -> Callable[[], AbstractContextManager[Any]]:
