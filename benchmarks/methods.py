@@ -19,8 +19,8 @@ from workloads import WORKLOADS, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEARNING_RATE = 1e-6
-"""So low that a model does not learn its few batches by heart: gradients of a loss near 0 are subnormal numbers
-in float32, which a CPU takes up to 50 times longer to compute with, and none in 16 bits."""
+"""So low that a model does not learn its few batches by heart: gradients of a loss near 0 are subnormal
+numbers in float32, with which a CPU computes up to 50 times more slowly."""
 INIT_SCALE = 2.0**10
 """Of every gradient scaler: no step is skipped, so that all methods take the same steps."""
 
