@@ -5,7 +5,10 @@ Checked on torch 2.13. Importing this does not import the compiler, which takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -137,3 +140,15 @@ def compile_calls(module: torch.nn.Module, **options: Any) -> None:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     module._compiled_call_impl = torch.compile(call, **options)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled modules run as plain Python. Costs nothing where the compiler was never imported."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # It fires hooks on all modules twice for a compiled one; ours do not mind.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        yield

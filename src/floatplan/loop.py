@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from floatplan import _compiler
 from floatplan.engine import Plan
 from floatplan.errors import StepError
-from floatplan.records import StepResult
+from floatplan.records import Choice, StepResult
 from floatplan.scaling import GradScaler
 from floatplan.scaling.evidence import Evidence
 from floatplan.step import checks, guard, notes, saved
@@ -27,8 +28,9 @@ from floatplan.step.precision import Precision as InForce
 from floatplan.step.settings import Settings
 from floatplan.step.window import Window
 from floatplan.step.windows import Windows
+from floatplan.tune.auto import ChoosingRegion
 
-Precision = Literal["bf16", "fp16", "fp32"] | torch.dtype | Plan
+Precision = Literal["bf16", "fp16", "fp32", "auto"] | torch.dtype | Plan
 
 
 class Amp:
@@ -50,7 +52,8 @@ class Amp:
         models: a module, or several.
         optimizers: a torch optimizer, or several, over parameters of the models. Each parameter has one.
         precision: "bf16", "fp16", "fp32", one of those dtypes, or a `Plan`, which is applied to the models
-            (one that has fp16 anywhere is scaled).
+            (one that has fp16 anywhere is scaled). "auto": after a first micro-batch in low precision, the
+            plan that the measured costs of the models' operators make the fastest.
         accumulate: micro-batches per step. The gradient is the mean over those that counted.
         clip_norm: largest L2 norm of the unscaled gradients of all optimizers that step together.
         scaler: a `GradScaler` to use in place of one made from ``settings``; only with one optimizer or with
@@ -89,13 +92,15 @@ class Amp:
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
         self._precision = InForce(precision, device_type, self.settings, scaler)
-        self._region = self._precision.region(self.models)
+        self.choice: Choice | None = None
+        self._region: AbstractContextManager[Any] = self._precision.region(self.models)
         self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
         self._penalties = Penalties()
         self._precision.apply(self.models)
+        self._choosing = self._choose(device_type, group) if self._precision.is_auto else None
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
         if compile:
@@ -117,6 +122,30 @@ class Amp:
         return f"Amp({self._precision}, {kinds}, accumulate={self.accumulate})"
 
     # --- The region -----------------------------------------------------------------------------------
+
+    def _choose(self, device_type: str, group: Any) -> ChoosingRegion:
+        checks.check_bare(self.models)
+        device = next((p.device for model in self.models for p in model.parameters()), device_type)
+        self._region = choosing = ChoosingRegion(
+            self.models,
+            torch.device(device),
+            checks.low_format(device_type),
+            partial(self._precision.region, self.models),
+            self._settle_precision,
+            len(self.optimizers),
+            self.settings.costs,
+            group,
+        )
+        return choosing
+
+    def _settle_precision(self, plans: Sequence[Plan], precision: str, choice: Choice | None) -> None:
+        self._precision.settle(self.models, plans, precision)
+        self._region, self._choosing, self.choice = self._precision.region(self.models), None, choice
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each model; empty where there is none, or "auto" has not chosen yet."""
+        return self._precision.plans(len(self.models))
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -184,7 +213,7 @@ class Amp:
         checks.check_has_backward(window.is_open or window.is_unscaled, "unscale()")
         checks.check_last(window.counted + window.dropped + window.is_open, self.accumulate)
         if window.is_open:
-            self._forwards.end_micro_batch(window.close_micro_batch("unscale") is not None)
+            self._end_micro_batch(window, window.close_micro_batch("unscale"))
         window.unscale()
 
     def step(
@@ -229,7 +258,7 @@ class Amp:
         window.said, window.lacks_scheduler = said, False
         if not window.is_unscaled:
             left_out = window.close_micro_batch()
-            self._forwards.end_micro_batch(left_out is not None)
+            self._end_micro_batch(window, left_out)
             if window.counted + window.dropped < self.accumulate:
                 return StepResult(left_out or window.nothing_done(notes.ACCUMULATING))
         return self._finish(window, **said)
@@ -256,7 +285,7 @@ class Amp:
             checks.check_has_scheduler(window.lacks_scheduler)
             said["schedulers"] = window.said.get("schedulers", ())
         if window.is_open and not window.is_unscaled:
-            self._forwards.end_micro_batch(window.close_micro_batch("flush") is not None)
+            self._end_micro_batch(window, window.close_micro_batch("flush"))
         return self._finish(window, **said)
 
     def skip(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -339,6 +368,11 @@ class Amp:
 
     # --- What follows a step --------------------------------------------------------------------------
 
+    def _end_micro_batch(self, window: Window, left_out: Evidence | None) -> None:
+        self._forwards.end_micro_batch(left_out is not None)
+        if self._choosing is not None:
+            self._choosing.micro_batch_ended(window)
+
     def _closed(self, window: Window, evidence: Evidence, schedulers: tuple[Any, ...]) -> StepResult:
         evidence.scale_after = window.next_scale()
         self._forwards.settle(evidence.found_inf, self._windows.others_wait(window))
@@ -368,10 +402,13 @@ class Amp:
         device, and for what waits for it: take the state of a scheduler after this one.
         """
         self._afterwards.settle()
+        if self._choosing is not None:
+            self._choosing.choose_for_state()
         return {
             "version": saved.VERSION,
             "windows": self._windows.state_dict(),
             "statistics": self._forwards.state_dict(),
+            "chosen": self._precision.chosen(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -380,12 +417,15 @@ class Amp:
         Raises:
             StepError: it is of another version, or of an Amp with other optimizers. Nothing has changed then.
         """
+        chosen = saved.chosen_in(state, self.models) if self._precision.is_auto else None
 
-        def statistics() -> None:
+        def others() -> None:
             self._afterwards.settle()
             self._forwards.load_state_dict(state["statistics"])
+            if chosen is not None:
+                self._settle_precision(chosen[1], chosen[0], None)
 
-        self._windows.load_state_dict(state, statistics)
+        self._windows.load_state_dict(state, others)
 
     def __getstate__(self) -> dict[str, Any]:
         self._afterwards.settle()
@@ -393,6 +433,7 @@ class Amp:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._precision.restore(self.models)
         guard.watch(self.optimizers, self)
 
     def __copy__(self) -> Amp:

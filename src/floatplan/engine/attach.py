@@ -122,6 +122,11 @@ def _check_bare(model: nn.Module) -> None:
             )
 
 
+def carries_regions(model: nn.Module) -> bool:
+    """Whether a plan is on the model."""
+    return any(isinstance(module, _Attached) for module in model.modules())
+
+
 def _places(plan: policy.Plan, model: nn.Module) -> list[_Place]:
     """The modules at which the decision changes: the outermost, and those decided by another rule.
 
@@ -156,24 +161,30 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _check_can_carry(place: _Place) -> None:
-    """Whether a region on the class of the module would be met by every call."""
-    name, module = place.name, place.module
+    problem = problem_with(place.module)
+    if problem is not None:
+        kind = type(place.module).__name__
+        raise PlanError(f"module {place.name!r} ({kind}) cannot carry a region: {problem}")
+
+
+def problem_with(module: nn.Module) -> str | None:
+    """Why a region on the class of ``module`` would not be met by every call; None where it would be."""
+    if not _has_forward(module):
+        return "it has no forward"
     if "forward" in vars(module):
-        problem = (
+        return (
             "its forward was replaced on the object, which hides that of its class; apply the plan before "
             "torch.compile or the library that did it"
         )
-    elif isinstance(module, torch.jit.ScriptModule):
-        problem = "it is a TorchScript program; apply the plan to the module that it was made from"
-    elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        problem = "it is lazy and changes its class on the first batch; run one through the model before"
-    elif isinstance(module, NonDynamicallyQuantizableLinear):
-        problem = "nn.MultiheadAttention reads its weight and never calls it; write the rule for that module"
-    elif _pauses(type(module).forward):
-        problem = "its forward is a generator or coroutine function; decorate it with floatplan.autocast"
-    else:
-        return
-    raise PlanError(f"module {name!r} ({type(module).__name__}) cannot carry a region: {problem}")
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a TorchScript program; apply the plan to the module that it was made from"
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        return "it is lazy and changes its class on the first batch; run one through the model before"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight and never calls it; write the rule for that module"
+    if _pauses(type(module).forward):
+        return "its forward is a generator or coroutine function; decorate it with floatplan.autocast"
+    return None
 
 
 def _pauses(function: Any) -> bool:

@@ -6,6 +6,8 @@ number of segments, none included; "" is the model itself.
 
 from __future__ import annotations
 
+import glob as python_glob
+from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -20,6 +22,27 @@ def segments(name: str) -> tuple[str, ...]:
 def matches(glob: str, name: str) -> bool:
     """Whether ``glob`` matches the qualified name ``name``."""
     return _matches(segments(glob), segments(name))
+
+
+def joined(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
+    """Globs that match ``names`` and no other of ``all_names``: one for all that differ in numbers only."""
+    left, known = dict.fromkeys(names), list(all_names)
+    wanted = set(left)
+    globs: list[str] = []
+    while left:
+        name = next(iter(left))
+        glob, found = python_glob.escape(name), {name}
+        parts = [python_glob.escape(part) for part in segments(name)]
+        for place, part in enumerate(parts):
+            if part.isdecimal():
+                wider = ".".join((*parts[:place], "*", *parts[place + 1 :]))
+                matched = {other for other in known if matches(wider, other)}
+                if len(matched) > len(found) and matched <= wanted:
+                    glob, found = wider, matched
+        globs.append(glob)
+        for one in found:
+            left.pop(one, None)
+    return globs
 
 
 def nearest_names(glob: str, names: list[str], kind: str) -> str:

@@ -1,5 +1,6 @@
 """Frozen records that rooms hand each other. Needs no torch."""
 
+from floatplan.records.choice import Choice, ModuleChoice
 from floatplan.records.explanation import ExplainedGroup, ExplainedOperator, Explanation, module_label
 from floatplan.records.run import (
     EpochRecord,
@@ -13,6 +14,7 @@ from floatplan.records.run import (
 from floatplan.records.step import KnownStep, StepEvidence, StepFacts, StepResult
 
 __all__ = [
+    "Choice",
     "EpochRecord",
     "ExplainedGroup",
     "ExplainedOperator",
@@ -20,6 +22,7 @@ __all__ = [
     "ExplanationRecord",
     "FailureRecord",
     "KnownStep",
+    "ModuleChoice",
     "ResultRecord",
     "RunHeader",
     "RunRecord",

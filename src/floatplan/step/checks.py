@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from floatplan.engine import Plan
+from floatplan.engine.attach import carries_regions
 from floatplan.errors import StepError, nearest
 from floatplan.scaling import GradScaler
 from floatplan.step import notes
 from floatplan.step.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AUTO = "auto"
 ALIASES = {
     "float16": "fp16",
     "half": "fp16",
@@ -67,10 +69,12 @@ def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def checked_precision(precision: object) -> torch.dtype | Plan:
-    """A dtype or a plan, or StepError."""
+def checked_precision(precision: object, device_type: str) -> torch.dtype | Plan:
+    """A dtype or a plan, or StepError. Of "auto" it is the low format to begin with."""
     if isinstance(precision, Plan):
         return precision
+    if is_auto(precision):
+        return low_format(device_type)
     if isinstance(precision, str) and precision in DTYPES:
         return DTYPES[precision]
     if isinstance(precision, torch.dtype) and precision in DTYPES.values():
@@ -80,8 +84,29 @@ def checked_precision(precision: object) -> torch.dtype | Plan:
         alias = ALIASES.get(precision.lower()) or (precision.lower() if precision.lower() in DTYPES else None)
         hint = nearest(precision, DTYPES) if alias is None else f"; did you mean {alias!r}?"
     raise StepError(
-        f"precision must be 'bf16', 'fp16', 'fp32', one of those dtypes or a fp.Plan, got {precision!r}{hint}"
+        f"precision must be 'bf16', 'fp16', 'fp32', one of those dtypes, a fp.Plan or 'auto', got "
+        f"{precision!r}{hint}"
     )
+
+
+def check_bare(models: Iterable[nn.Module]) -> None:
+    """Whether "auto" has a choice, or StepError."""
+    if any(map(carries_regions, models)):
+        raise StepError(
+            "precision is 'auto', and a model has the regions of a plan already; pass that plan in place of "
+            "'auto', or take it away with plan.remove(model)"
+        )
+
+
+def is_auto(precision: object) -> bool:
+    """Whether the precision is to be chosen by what it costs."""
+    return isinstance(precision, str) and precision == AUTO
+
+
+def low_format(device_type: str) -> torch.dtype:
+    """What is weighed against float32: bfloat16, whose range is float32's; float16 on GPUs without it."""
+    lacks_bf16 = device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if lacks_bf16 else torch.bfloat16
 
 
 def checked_count(accumulate: object) -> int:

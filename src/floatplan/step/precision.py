@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from floatplan.engine import Plan, autocast
+from floatplan.engine.attach import carries_regions
 from floatplan.errors import StepError
 from floatplan.policy import Policy
 from floatplan.scaling import GradScaler
@@ -34,14 +35,22 @@ class Precision:
     """
 
     def __init__(self, asked: object, device_type: str, settings: Settings, scaler: object) -> None:
-        self.asked = checks.checked_precision(asked)
+        self.asked = checks.checked_precision(asked, device_type)
+        self.is_auto = checks.is_auto(asked)
+        self._plans: tuple[Plan, ...] = ()
         self._device_type, self._settings = device_type, settings
+        if self.is_auto and settings.policy is not Policy.unified():
+            raise StepError(
+                "'auto' chooses plans, which have the unified policy; leave out Settings(policy=...)"
+            )
         if isinstance(self.asked, Plan) and settings.policy is not Policy.unified():
             raise StepError("a Plan has policies of its own; give them to its rules, not to Settings")
         self.own_scaler = checks.checked_scaler(scaler, settings)
         self.scales = self.own_scaler is not None or (scaler is None and self._has_fp16())
 
     def __repr__(self) -> str:
+        if self.is_auto:
+            return "auto"
         return "a Plan" if isinstance(self.asked, Plan) else str(self.asked).removeprefix("torch.")
 
     def _has_fp16(self) -> bool:
@@ -72,11 +81,41 @@ class Precision:
             return autocast(self._device_type, torch.bfloat16, enabled=False) if is_known else nullcontext()
         return autocast(self._device_type, self.asked, policy=self._settings.policy)
 
-    def apply(self, models: Iterable[nn.Module]) -> None:
-        """Put a plan on the models."""
-        if isinstance(self.asked, Plan):
-            for model in models:
-                self.asked.apply(model, self._device_type)
+    def apply(self, models: Sequence[nn.Module]) -> None:
+        """Put the plan on models that carry none."""
+        for model, plan in zip(models, self.plans(len(models)), strict=False):
+            # The region around does what a plan without a rule would do, and costs less.
+            if isinstance(self.asked, Plan) or plan.rules or checks.DTYPES[plan.default] is not self.asked:
+                plan.apply(model, self._device_type)
+
+    def plans(self, count: int) -> tuple[Plan, ...]:
+        """Of ``count`` models; empty where there are none."""
+        return (self.asked,) * count if isinstance(self.asked, Plan) else self._plans
+
+    def chosen(self) -> dict[str, Any] | None:
+        """What "auto" chose, for a checkpoint: None if it has not yet, and elsewhere."""
+        if not self._plans or isinstance(self.asked, Plan):
+            return None
+        name = next(name for name, dtype in checks.DTYPES.items() if dtype is self.asked)
+        return {"precision": name, "plans": [plan.text for plan in self._plans]}
+
+    def restore(self, models: Sequence[nn.Module]) -> None:
+        """Put the plan on copies of the models, which are without."""
+        if not any(map(carries_regions, models)):
+            self.apply(models)
+
+    def settle(self, models: Sequence[nn.Module], plans: Sequence[Plan], precision: str) -> None:
+        """Of "auto": run the models as their plans say, and what is in none of them in ``precision``.
+
+        Args:
+            models: carry nothing, or plans of an earlier call.
+            plans: one for each, known to fit.
+            precision: "fp32", "bf16" or "fp16".
+        """
+        for model in models:
+            Plan.remove(model)
+        self.asked, self._plans = checks.DTYPES[precision], tuple(plans)
+        self.apply(models)
 
     def make_scaler(self) -> GradScaler | None:
         """The scaler of a window; None where the loss is not scaled."""

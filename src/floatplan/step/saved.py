@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from floatplan.engine import Plan
 from floatplan.errors import StepError
 from floatplan.scaling.saved import saved_state
 from floatplan.step.window import Window
@@ -55,6 +57,24 @@ def windows_of(state: object, optimizers: int) -> dict[tuple[int, ...], Mapping[
             )
         found[places] = window
     return found
+
+
+def chosen_in(state: Mapping[str, Any], models: Sequence[nn.Module]) -> tuple[str, tuple[Plan, ...]] | None:
+    """What "auto" had chosen: the precision around the models, and their plans; None if it had not yet.
+
+    Raises:
+        StepError: it is no such choice, or one for other models.
+    """
+    chosen = state.get("chosen")
+    if chosen is None:
+        return None
+    try:
+        plans = tuple(map(Plan.parse, chosen["plans"]))
+        for model, plan in zip(models, plans, strict=True):
+            plan.precisions([name for name, _ in model.named_modules(remove_duplicate=False)])
+        return Plan(chosen["precision"]).default, plans
+    except (KeyError, TypeError, ValueError) as error:
+        raise StepError(f"the precision that the state says was chosen cannot be used: {error}") from error
 
 
 def check_window(state: object, window: Window) -> None:

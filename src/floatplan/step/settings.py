@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,6 +41,7 @@ class Settings:
         float32_outputs: whether the models return float32 in place of 16-bit tensors, as long as the Amp
             lives; inside of them nothing changes.
         device_type: where the models run; by default that of their parameters.
+        costs: folder in which "auto" keeps what operators cost; by default the user's folder for caches.
 
     Raises:
         StepError: a value that no training can run with; says which.
@@ -61,6 +63,7 @@ class Settings:
     policy: Policy = field(default_factory=Policy.unified)
     float32_outputs: bool = False
     device_type: str | None = None
+    costs: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         self._check(self.on_bad_micro_batch in ("skip", "drop"), "on_bad_micro_batch", "'skip' or 'drop'")
@@ -78,6 +81,9 @@ class Settings:
             "an averaged model with update_parameters, as torch.optim.swa_utils.AveragedModel",
         )
         self._check(isinstance(self.policy, Policy), "policy", "a fp.Policy")
+        self._check(
+            self.costs is None or isinstance(self.costs, str | os.PathLike), "costs", "the path of a folder"
+        )
         buffers: object = self.buffers
         self._check(
             isinstance(buffers, tuple | list) and all(isinstance(name, str) for name in buffers),

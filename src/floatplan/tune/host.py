@@ -20,6 +20,7 @@ _KEEP = 2**31 - 1
 _DEFAULT = 128 * 2**10
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+_tuned = False
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class HostTuning:
 
     def undo(self) -> None:
         """Back to glibc's fixed defaults, 128 KiB; its own adaption of them does not come back."""
+        global _tuned
         if self.applied:
             _tell(_DEFAULT, _DEFAULT)
+            _tuned = False
 
 
 def tune_host() -> HostTuning:
@@ -49,6 +52,7 @@ def tune_host() -> HostTuning:
     It makes training on a CPU faster and the process hold on to more memory. Nothing is done elsewhere, with
     another allocator, or where the user has set glibc's thresholds by its environment variables.
     """
+    global _tuned
     mallopt = _mallopt()
     if mallopt is None:
         return HostTuning(False, "no glibc: the allocator is left as it is")
@@ -61,6 +65,7 @@ def tune_host() -> HostTuning:
         return HostTuning(False, f"{chosen} is set: the allocator is left as it is")
     if not _tell(_LARGEST_MMAP_THRESHOLD, _KEEP):
         return HostTuning(False, "glibc has refused the thresholds")
+    _tuned = True
     return HostTuning(True, "glibc keeps freed blocks of up to 32 MiB")
 
 
@@ -84,3 +89,9 @@ def _tell(mmap_threshold: int, trim_threshold: int) -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_TRIM_THRESHOLD, trim_threshold))
+
+
+def allocator() -> str:
+    """What is known of the allocator, in words that are equal where it treats blocks alike."""
+    settings = [f"{name}={os.environ[name]}" for name in (*_VARIABLES, "LD_PRELOAD") if os.environ.get(name)]
+    return ", ".join([*settings, *(["freed blocks are kept"] if _tuned else [])]) or "as it comes"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from floatplan import _torch
+from floatplan import _compiler, _torch
 from floatplan.engine import cache
 from floatplan.engine.kernels import ensure_registered
 from floatplan.engine.region import autocast
@@ -81,7 +79,7 @@ def explain(
     ensure_registered(around.device, around.policy)
     modules = Modules(model)
     recorder = Recorder(modules, region)
-    with _random_state_kept(tensors), _uncompiled(), cache.set_aside(), torch.set_grad_enabled(grad):
+    with _random_state_kept(tensors), _compiler.uncompiled(), cache.set_aside(), torch.set_grad_enabled(grad):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with (
             watching(recorder),
@@ -115,15 +113,3 @@ def _random_state_kept(tensors: list[torch.Tensor]) -> AbstractContextManager[No
     """What is drawn from torch's generators in this context is drawn again after it."""
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     return torch.random.fork_rng(devices=devices)
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Compiled modules run as plain Python. Costs nothing where the compiler was never imported."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # It fires hooks on all modules twice for a compiled one; ours do not mind.
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
-        yield

@@ -1,0 +1,176 @@
+"""What a training step computes, taken down while it runs: operators, by module, without the numbers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from floatplan import _compiler, _torch
+from floatplan.engine import cache, watched
+from floatplan.engine.kernels import CASTS
+from floatplan.engine.trees import tensors_in
+from floatplan.engine.watched import Met
+from floatplan.policy import OpClass, Policy, packet
+from floatplan.tune.calls import CallError, OperatorCall, TensorSpec
+
+Place = tuple[int, str] | None
+"""Where a call was made: number of the model and name of the module; None outside of all."""
+
+
+@dataclass
+class Trace:
+    """What was seen.
+
+    Attributes:
+        calls: how often each call was made, by the module whose forward made it.
+        given: floating-point tensors among the arguments of each module's calls.
+        returned: those that it returned.
+        entered: how often each module was called.
+        unknown: names of operators that could not be taken down.
+    """
+
+    calls: dict[Place, Counter[OperatorCall]] = field(default_factory=dict)
+    given: dict[Place, Counter[TensorSpec]] = field(default_factory=dict)
+    returned: dict[Place, Counter[TensorSpec]] = field(default_factory=dict)
+    entered: Counter[Place] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+
+
+class Tracer:
+    """Fills a `Trace` with what a thread does in regions that it enters in `following`.
+
+    Operators of the policy's table are seen before their casts, all others as they run, below autograd.
+
+    Args:
+        models: whose modules are told apart.
+        trace: what was seen before.
+
+    Attributes:
+        trace: what was seen until now.
+        is_following: whether `following` is entered, which it can be once at a time.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], trace: Trace) -> None:
+        self.trace = trace
+        self.is_following = False
+        self._places: dict[nn.Module, Place] = {}
+        for number, model in enumerate(models):
+            for name, module in model.named_modules():
+                self._places.setdefault(module, (number, name))
+        self._running: list[nn.Module] = []
+        self._inside = 0
+        self._cast: dict[int, weakref.ref[Tensor]] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """What the thread computes in this context is taken down."""
+        thread = threading.get_ident()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == thread:
+                self._running.append(module)
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if threading.get_ident() != thread or module not in self._running:
+                return
+            while self._running.pop() is not module:
+                pass  # left by an exception that the model caught
+            if module in self._places:
+                self._note(self.trace.given, module, (args, kwargs))
+                self._note(self.trace.returned, module, output)
+                self.trace.entered[self._places[module]] += 1
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+        ]
+        self.is_following = True
+        try:
+            with watched.watching(self), _compiler.uncompiled(), _torch.Watch(self._ran):
+                yield
+        finally:
+            self.is_following = False
+            for handle in handles:
+                handle.remove()
+            self._running.clear()
+            self._cast.clear()
+
+    def _place(self) -> Place:
+        return next((self._places[one] for one in reversed(self._running) if one in self._places), None)
+
+    def _note(self, into: dict[Place, Counter[TensorSpec]], module: nn.Module, tree: Any) -> None:
+        counter = into.setdefault(self._places[module], Counter())
+        for tensor in tensors_in(tree):
+            if tensor.is_floating_point() and tensor.layout is torch.strided:
+                counter[TensorSpec(tensor.dtype, tuple(tensor.shape), None, tensor.requires_grad)] += 1
+
+    # --- Operators ------------------------------------------------------------------------------------
+
+    def operator(
+        self, met: Met, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """See `floatplan.engine.watched.Watcher`."""
+        if self._inside or packet(met.overload) in CASTS:
+            return run()
+        policy = Policy.torch(met.device_type) if met.policy is None else met.policy
+        op_class = policy.class_of(met.overload)
+        if op_class is None:
+            return run()  # what it calls stands for itself
+        self._inside += 1
+        try:
+            self._add(met.overload, args, kwargs, lowers=op_class is OpClass.LOWER)
+            return run()
+        finally:
+            self._inside -= 1
+
+    def _ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._inside or packet(operator.name()) in CASTS or operator.is_view:
+            return
+        if any(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
+            self._inside += 1
+            try:
+                self._add(operator.name(), args, kwargs, lowers=False)
+            finally:
+                self._inside -= 1
+
+    def _add(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], lowers: bool) -> None:
+        try:
+            call = OperatorCall.of(name, args, kwargs)
+        except CallError:
+            self.trace.unknown[name] += 1
+            return
+        if lowers:
+            call = self._without_shared_casts(call, args, kwargs)
+        self.trace.calls.setdefault(self._place(), Counter())[call] += 1
+
+    def _without_shared_casts(
+        self, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OperatorCall:
+        """The call with those tensors in low precision that the region has cast for an earlier one."""
+        low = torch.get_autocast_dtype(self._device_type(args, kwargs))
+        given = iter(list(tensors_in((args, [kwargs[name] for name in sorted(kwargs)]))))
+
+        def cast(spec: TensorSpec) -> TensorSpec:
+            tensor = next(given)
+            if spec.dtype is not torch.float32 or tensor.numel() < cache.SHARE_FROM:
+                return spec
+            before = self._cast.get(id(tensor))
+            if before is not None and before() is tensor:
+                return TensorSpec(low, spec.shape, spec.strides, spec.grad)
+            self._cast[id(tensor)] = weakref.ref(tensor)
+            return spec
+
+        return call.with_tensors(cast)
+
+    @staticmethod
+    def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
