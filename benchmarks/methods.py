@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import floatplan as fp
-from bursts import LeftOut
-from floatplan.errors import StepError
-from workloads import WORKLOADS, Workload
+from workloads import POOL, WORKLOADS, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEARNING_RATE = 1e-6
@@ -104,7 +102,7 @@ def make_step(job: Job) -> Callable[[], Tensor]:
     """A function that takes a step with the next batch (or batches) and returns the loss of the last.
 
     Raises:
-        LeftOut: this floatplan does not have the method.
+        LeftOut: this machine cannot do it.
     """
     workload = WORKLOADS[job.workload](job.small, job.device)
     method = METHODS[job.method]
@@ -113,9 +111,13 @@ def make_step(job: Job) -> Callable[[], Tensor]:
     batches = cycle(workload.batches())
     if method.owner == "amp":
         amp = make_amp(model, optimizer, method, workload, job.clip)
+        step = amp_step(workload, model, amp, batches)
+        if method.format == "auto":
+            for _ in range(POOL):  # it chooses by then, and the batches begin anew
+                step()
         if not workload.trains:
             return evaluation(workload, model, amp.autocast, batches)
-        return amp_step(workload, model, amp, batches)
+        return step
     region = make_region(method, job.device)
     if method.compiled:
         model = torch.compile(model)
@@ -149,26 +151,16 @@ def make_amp(
     workload: Workload,
     clip: float | None,
 ) -> fp.Amp:
-    """`fp.Amp` in the method's format.
-
-    Raises:
-        LeftOut: this floatplan does not know "auto" or ``compile=``.
-    """
-    more: dict[str, Any] = {"compile": True} if method.compiled else {}
-    try:
-        return fp.Amp(
-            model,
-            optimizer,
-            method.format,
-            accumulate=workload.micro_batches,
-            clip_norm=clip,
-            settings=fp.Settings(init_scale=INIT_SCALE),
-            **more,
-        )
-    except (StepError, TypeError) as error:
-        if method.format != "auto" and not method.compiled:
-            raise
-        raise LeftOut(f"fp.Amp does not offer it: {error}") from error
+    """`fp.Amp` in the method's format."""
+    return fp.Amp(
+        model,
+        optimizer,
+        method.format,
+        accumulate=workload.micro_batches,
+        clip_norm=clip,
+        compile=method.compiled,
+        settings=fp.Settings(init_scale=INIT_SCALE),
+    )
 
 
 def classic_step(

@@ -245,6 +245,7 @@ class Amp:
         self._afterwards.settle_and_judge()
         if callable(loss) and not isinstance(loss, Tensor) and not isinstance(loss, nn.Module):
             evaluated = self._evaluated(window, loss, said["clip_norm"])
+            self._end_micro_batch(window, None)
             return self._closed(window, evaluated, said["schedulers"])
         for one in window.optimizers:
             if needs_function(one):

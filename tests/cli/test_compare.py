@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import floatplan as fp
 from floatplan.cli import run
 from floatplan.cli.progress import LiveBars, PlainLines, Silent, view_for
 from floatplan.records import EpochRecord, StepRecord
@@ -57,6 +58,20 @@ def test_seeds_give_a_spread_and_without_plotly_the_way_to_a_report_is_named(
     monkeypatch.undo()
     assert run(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_row_auto_says_what_it_chose_and_keeps_its_plan(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    options = ["--task", "digits-linear", "--rows", "fp32,auto", "--epochs", "1", "--quiet"]
+    assert run(["compare", *options, "--out", str(folder)]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert re.search(r"- auto: (Everything|In (bf16|fp32):)", out)
+    (record,) = read_run(folder).choices
+    assert fp.Plan.load(folder / "plan.toml") == fp.Plan.parse(record.choice.plans[0])
+    assert record.choice.sentences()[0] in (folder / "report.html").read_text()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals differ")

@@ -253,6 +253,15 @@ def test_an_optimizer_that_never_steps_does_not_hold_up_the_choice(tmp_path: Pat
     assert len(amp.plans) == 2
 
 
+def test_an_optimizer_with_a_closure_has_its_turn(prices: Path) -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    amp = fp.Amp(model, optimizer, "auto", settings=fp.Settings(costs=prices))
+    for _ in range(2):
+        amp.step(lambda: model(X).float().square().mean())
+    assert amp.plans[0].rules
+
+
 def test_in_an_accumulation_window_the_second_micro_batch_has_the_choice(prices: Path) -> None:
     model = net()
     amp = auto(model, prices, accumulate=4)

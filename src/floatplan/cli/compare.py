@@ -24,7 +24,7 @@ def compare(
     rows: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: fp32, bf16, fp16, fp16-unscaled, floatplan, torch-bf16, torch-fp16."
+            help="Comma-separated: fp32, bf16, fp16, fp16-unscaled, floatplan, auto, torch-bf16, torch-fp16."
         ),
     ] = "fp32,bf16,fp16",
     epochs: Annotated[

@@ -3,6 +3,7 @@
 from floatplan.records.choice import Choice, ModuleChoice
 from floatplan.records.explanation import ExplainedGroup, ExplainedOperator, Explanation, module_label
 from floatplan.records.run import (
+    ChoiceRecord,
     EpochRecord,
     ExplanationRecord,
     FailureRecord,
@@ -15,6 +16,7 @@ from floatplan.records.step import KnownStep, StepEvidence, StepFacts, StepResul
 
 __all__ = [
     "Choice",
+    "ChoiceRecord",
     "EpochRecord",
     "ExplainedGroup",
     "ExplainedOperator",

@@ -60,9 +60,21 @@ class Choice:
         """Predicted share of float32's time that is saved, in [0, 1); of operators, not of the whole step."""
         return 1 - self.chosen / self.full if self.full else 0.0
 
+    @property
+    def is_low_anywhere(self) -> bool:
+        """Whether anything runs in the low format."""
+        return self.precision != "fp32" or any(one.precision != "fp32" for one in self.modules)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**asdict(self), "gain": self.gain}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Choice:
+        """What `as_dict` gave."""
+        own = {name: value for name, value in values.items() if name != "gain"}
+        modules = tuple(ModuleChoice(**one) for one in own.pop("modules"))
+        return cls(**{**own, "plans": tuple(own["plans"]), "modules": modules})
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
@@ -72,7 +84,7 @@ class Choice:
         if not self.modules:
             return ["Nothing was seen to run, so everything stays in float32."]
         mixed = {one.precision for one in self.modules}
-        if mixed == {"fp32"} and self.precision == "fp32":
+        if not self.is_low_anywhere:
             lines = [
                 f"Everything stays in float32: its operators take {_ms(self.full)} a micro-batch, and "
                 f"{_ms(self.all_low)} in {self.low}."

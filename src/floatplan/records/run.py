@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from floatplan.records.choice import Choice
 from floatplan.records.explanation import Explanation
 
 
@@ -116,4 +117,15 @@ class ExplanationRecord:
     explanation: Explanation
 
 
-RunRecord: TypeAlias = StepRecord | EpochRecord | ResultRecord | FailureRecord | ExplanationRecord
+@dataclass(frozen=True, slots=True)
+class ChoiceRecord:
+    """The precision that was chosen in a row where it was to be chosen, and why."""
+
+    row: str
+    seed: int
+    choice: Choice
+
+
+RunRecord: TypeAlias = (
+    StepRecord | EpochRecord | ResultRecord | FailureRecord | ExplanationRecord | ChoiceRecord
+)

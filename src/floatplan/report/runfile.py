@@ -15,6 +15,8 @@ from typing import Any, TextIO, TypeAlias
 
 from floatplan.errors import RunFolderError
 from floatplan.records import (
+    Choice,
+    ChoiceRecord,
     EpochRecord,
     Explanation,
     ExplanationRecord,
@@ -26,6 +28,7 @@ from floatplan.records import (
 )
 
 RUN_FILE = "run.jsonl"
+PLAN_FILE = "plan.toml"
 REPORT_FILE = "report.html"
 _Line: TypeAlias = RunHeader | RunRecord
 _KINDS: dict[str, type[_Line]] = {
@@ -35,6 +38,7 @@ _KINDS: dict[str, type[_Line]] = {
     "result": ResultRecord,
     "failure": FailureRecord,
     "explanation": ExplanationRecord,
+    "choice": ChoiceRecord,
 }
 _KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
 
@@ -49,10 +53,11 @@ class Run:
     results: tuple[ResultRecord, ...] = ()
     failures: tuple[FailureRecord, ...] = ()
     explanations: tuple[ExplanationRecord, ...] = ()
+    choices: tuple[ChoiceRecord, ...] = ()
 
 
 class RunWriter:
-    """Writes records to ``run.jsonl`` in a new run folder.
+    """Writes records to ``run.jsonl`` in a new run folder, and the first plan that was chosen beside it.
 
     Whole lines reach the file at each record that is not a step, and at ``close``.
 
@@ -71,6 +76,8 @@ class RunWriter:
             self._file.write(json.dumps(_json_safe(line), allow_nan=False, ensure_ascii=False) + "\n")
             if not isinstance(record, StepRecord):
                 self._file.flush()
+            if isinstance(record, ChoiceRecord) and not (self.folder / PLAN_FILE).exists():
+                (self.folder / PLAN_FILE).write_text(record.choice.plans[0], encoding="utf-8")
         except OSError as error:
             raise RunFolderError(f"cannot write {self.folder / RUN_FILE}: {error.strerror}") from error
 
@@ -120,6 +127,7 @@ def collect(header: RunHeader, records: list[RunRecord]) -> Run:
         tuple(record for record in records if isinstance(record, ResultRecord)),
         tuple(record for record in records if isinstance(record, FailureRecord)),
         tuple(record for record in records if isinstance(record, ExplanationRecord)),
+        tuple(record for record in records if isinstance(record, ChoiceRecord)),
     )
 
 
@@ -137,6 +145,8 @@ def parse_line(line: str) -> _Line:
         raise ValueError(f"schema {values.get('schema')!r} in place of 1")
     if record_type is ExplanationRecord:
         values["explanation"] = Explanation.from_dict(values["explanation"])
+    if record_type is ChoiceRecord:
+        values["choice"] = Choice.from_dict(values["choice"])
     for field in fields(record_type):
         value = values.get(field.name)
         if isinstance(value, list):

@@ -26,6 +26,7 @@ class Row:
         library: whose autocast and scaler.
         scaled: whether gradients are scaled.
         loop: whether `floatplan.Amp` runs the step.
+        chosen: whether that chooses the precision, ``format`` or float32, by what operators cost.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Row:
     library: Literal["floatplan", "torch"] = "floatplan"
     scaled: bool = False
     loop: bool = False
+    chosen: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,6 +52,7 @@ ROWS: dict[str, Row] = {
         Row("fp16", "floatplan autocast, float16, with GradScaler", "fp16", scaled=True),
         Row("fp16-unscaled", "floatplan autocast, float16, gradients not scaled", "fp16"),
         Row("floatplan", "floatplan's Amp, bfloat16", "bf16", loop=True),
+        Row("auto", "floatplan's Amp, precision chosen by cost", "bf16", loop=True, chosen=True),
         Row("torch-bf16", "torch.amp autocast, bfloat16", "bf16", "torch"),
         Row(
             "torch-fp16", "torch.amp autocast, float16, with torch's GradScaler", "fp16", "torch", scaled=True
@@ -177,7 +180,7 @@ def make_amp(row: Row, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
         return None
     from floatplan.loop import Amp
 
-    return Amp(model, optimizer, row.dtype)
+    return Amp(model, optimizer, "auto" if row.chosen else row.dtype)
 
 
 def notes_on(row: Row, device_type: str) -> tuple[str, ...]:

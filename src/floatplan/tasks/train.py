@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from floatplan.records import (
+    Choice,
+    ChoiceRecord,
     EpochRecord,
     ExplanationRecord,
     ResultRecord,
@@ -129,8 +131,13 @@ def train(job: Job) -> Iterator[RunRecord]:
         yield epochs[-1]
     skipped = sum(not step.stepped for step in steps)
     final_scale = None if setup.scaler is None else setup.scaler.get_scale()
+    choice: Choice | None = setup.amp.choice if row.chosen else None
+    if choice is not None:
+        yield ChoiceRecord(row.name, job.seed, choice)
+        notes = (*notes, choice.sentences()[0])
     yield _result(epochs, skipped, final_scale, memory.peak(), notes)
-    if job.explains and row.library == "floatplan" and row.format != "fp32":
+    in_regions = row.format != "fp32" and (choice is None or choice.is_low_anywhere)
+    if job.explains and row.library == "floatplan" and in_regions:
         # Torch's rows stay clear of floatplan's kernels, which an explanation needs.
         from floatplan.watch import explain
 
@@ -162,7 +169,8 @@ def evaluate(setup: Setup, examples: Examples, batch_size: int) -> float:
     """Share of ``examples`` whose largest output is their label, in the precision of the training."""
     setup.model.eval()
     right = 0
-    with torch.no_grad(), region(setup.row, setup.device.type):
+    around = region(setup.row, setup.device.type) if setup.amp is None else setup.amp.autocast()
+    with torch.no_grad(), around:
         for inputs, labels in _batches(examples, batch_size):
             right += int((setup.model(inputs).argmax(1) == labels).sum())
     setup.model.train()
