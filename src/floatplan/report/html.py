@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from floatplan.errors import FloatplanError, RunFolderError
+from floatplan.report.choice import choice_part
 from floatplan.report.explanation import explanation_part
 from floatplan.report.numbers import COLUMNS, table_row
 from floatplan.report.page import SCRIPT, STYLE
@@ -65,6 +66,7 @@ def render(run: Run) -> str:
         f"<ul>{remarks}</ul>" if remarks else "",
     ]
     after = [
+        _choices(run),
         _explanations(run),
         "<h2>Machine and versions</h2>",
         _facts([("started", header.started), *header.machine.items(), *header.versions.items()]),
@@ -119,6 +121,19 @@ def _table(run: Run) -> str:
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         f'<p class="small">{escape(legend)}.{several}</p>'
     )
+
+
+def _choices(run: Run) -> str:
+    """Why a precision was chosen, a part that opens for each row where one was, of its first seed."""
+    first = {record.row: record.choice for record in reversed(run.choices)}
+    if not first:
+        return ""
+    parts = "".join(
+        f"<details><summary>{escape(row)}: {escape(choice.sentences()[0])}</summary>"
+        f"{choice_part(choice)}</details>"
+        for row, choice in first.items()
+    )
+    return f"<h2>Which precision was chosen, and why</h2>{parts}"
 
 
 def _explanations(run: Run) -> str:
