@@ -20,6 +20,7 @@ def test_public_names() -> None:
     assert fp.__all__ == [
         "Amp",
         "CheckpointError",
+        "Diagnosis",
         "Explanation",
         "FloatplanError",
         "FloatplanWarning",
@@ -35,6 +36,7 @@ def test_public_names() -> None:
         "current_precision",
         "custom_bwd",
         "custom_fwd",
+        "diagnose",
         "downcast_frozen",
         "explain",
         "full_precision",

@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from floatplan.errors import CheckpointError, FloatplanError, FloatplanWarning, PrecisionWarning
     from floatplan.loop import Amp
     from floatplan.policy import Policy
-    from floatplan.records import Explanation, StepResult
+    from floatplan.records import Diagnosis, Explanation, StepResult
     from floatplan.scaling import GradScaler, downcast_frozen, upcast_trainable
     from floatplan.step.settings import Settings
     from floatplan.tune.host import tune_host
-    from floatplan.watch import explain
+    from floatplan.watch import diagnose, explain
 
 _HOMES = {
     "Amp": "floatplan.loop",
     "CheckpointError": "floatplan.errors",
+    "Diagnosis": "floatplan.records",
     "Explanation": "floatplan.records",
     "FloatplanError": "floatplan.errors",
     "FloatplanWarning": "floatplan.errors",
@@ -49,6 +50,7 @@ _HOMES = {
     "custom_bwd": "floatplan.engine",
     "custom_fwd": "floatplan.engine",
     "downcast_frozen": "floatplan.scaling",
+    "diagnose": "floatplan.watch",
     "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
     "load": "floatplan.checkpoint",
@@ -63,6 +65,7 @@ _NAMESPACES = ("amp", "cpu", "cuda")
 __all__ = [
     "Amp",
     "CheckpointError",
+    "Diagnosis",
     "Explanation",
     "FloatplanError",
     "FloatplanWarning",
@@ -78,6 +81,7 @@ __all__ = [
     "current_precision",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
     "downcast_frozen",
     "explain",
     "full_precision",

@@ -148,6 +148,21 @@ def recomputes() -> bool:
 NO_BACKWARD = -1
 
 
+def next_node() -> int:
+    """The number that the next node of this thread's autograd graph gets.
+
+    Below autograd, the node of the operator that runs is there already, if it has one.
+    """
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def running_node() -> tuple[str, int] | None:
+    """Name and number of the node whose backward runs in this thread; of an accumulation a number of none."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
 def current_backward() -> int:
     """A number for the backward pass that calls this, on its thread; `NO_BACKWARD` outside of one."""
     return torch._C._current_graph_task_id()
@@ -199,13 +214,18 @@ class Watch(TorchDispatchMode):
 
     Args:
         tell: called with the overload, its arguments and what it returned, after each call.
+        before: called with the overload and its arguments, before each call.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(
+        self,
+        tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+        before: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
+        self._tell, self._before = tell, before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -213,6 +233,8 @@ class Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._before is not None:
+            self._before(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self._tell(func, args, kwargs or {}, result)
         return result

@@ -115,11 +115,12 @@ class Settings:
             keeps_casts = bool(self.asked.cache_enabled)
         else:
             keeps_casts = cache_enabled or state.has_kernels_of_ours(before)
-        entered = state.number_of(watched.policies_to_enter(after)), keeps_casts
+        after = watched.policies_to_enter(after)
+        entered = state.number_of(after), keeps_casts
         if not watched.is_watched():
             self.entries[number, cache_enabled] = entered
-            if self.enabled and not keeps_casts:
-                state.remember_use(device, self.policy)
+        if self.enabled and not keeps_casts:
+            state.remember_use(device, after[device])
         return entered
 
 

@@ -9,6 +9,8 @@ uses. The number stands for a mapping from device type to `Policy`; equal mappin
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -68,10 +70,12 @@ class _Thread(threading.local):
         opened: device type to how many of them it has, and the state before the first of those.
         before_all: the state before the first of all.
         backward: the backward pass in which the innermost region was entered, if in any.
+        used: policies that it used, where they are set aside from those of the process.
     """
 
     before_all: Outside
     backward = _torch.NO_BACKWARD
+    used: dict[str, list[Policy]] | None = None
 
     def __init__(self) -> None:
         self.opened: dict[str, tuple[int, Outside]] = {}
@@ -154,11 +158,22 @@ def number_of(mapping: dict[str, Policy]) -> torch.dtype:
 
 def remember_use(device_type: str, policy: Policy) -> None:
     """Note that a region of ``policy`` was entered, for recomputation (see `recomputed_policy`)."""
-    used = _used.setdefault(device_type, [])
+    own = _thread.used
+    used = (_used if own is None else own).setdefault(device_type, [])
     if policy not in used:
         with _lock:
             if policy not in used:
                 used.append(policy)
+
+
+@contextmanager
+def uses_set_aside() -> Iterator[None]:
+    """Which policies this thread uses here counts here only."""
+    before, _thread.used = _thread.used, {}
+    try:
+        yield
+    finally:
+        _thread.used = before
 
 
 def recomputed_policy(device_type: str) -> Policy | None:
@@ -171,7 +186,8 @@ def recomputed_policy(device_type: str) -> Policy | None:
     Raises:
         RegionError: the process used several policies on this device type, so which one cannot be told.
     """
-    used = _used.get(device_type)
+    own = _thread.used
+    used = (_used if own is None else own).get(device_type)
     if not used or torch.is_autocast_cache_enabled() or not _torch.recomputes():
         return None
     if len(used) > 1:

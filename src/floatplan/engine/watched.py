@@ -65,7 +65,8 @@ def watching(watcher: Watcher) -> Iterator[None]:
     watchers[thread] = watcher
     try:
         state.set_in_force(state.number_of(policies_to_enter(state.policies_in_force())))
-        yield
+        with state.uses_set_aside():
+            yield
     finally:
         del watchers[thread]
         state.set_in_force(number)

@@ -1,6 +1,7 @@
 """Frozen records that rooms hand each other. Needs no torch."""
 
 from floatplan.records.choice import Choice, ModuleChoice
+from floatplan.records.diagnosis import Diagnosis
 from floatplan.records.explanation import ExplainedGroup, ExplainedOperator, Explanation, module_label
 from floatplan.records.run import (
     ChoiceRecord,
@@ -17,6 +18,7 @@ from floatplan.records.step import KnownStep, StepEvidence, StepFacts, StepResul
 __all__ = [
     "Choice",
     "ChoiceRecord",
+    "Diagnosis",
     "EpochRecord",
     "ExplainedGroup",
     "ExplainedOperator",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,9 @@ class Modules:
 
     Hooks on all modules, not on those of the model: the model is not touched, and modules that are not
     registered in it are seen, too.
+
+    Attributes:
+        on_entry: called with the name and the positional arguments of a module that no other runs around.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,6 +28,7 @@ class Modules:
         self._names = {number: " = ".join(found) for number, found in names.items()}
         self._model = model
         self._running: list[nn.Module] = []
+        self.on_entry: Callable[[str, Any], None] | None = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -34,6 +38,8 @@ class Modules:
         def enter(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == thread:
                 self._running.append(module)
+                if self.on_entry is not None and len(self._running) == 1:
+                    self.on_entry(self.current_name, args)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == thread and module in self._running:
@@ -50,6 +56,11 @@ class Modules:
             for handle in handles:
                 handle.remove()
             self._running.clear()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether any forward runs."""
+        return bool(self._running)
 
     @property
     def current(self) -> nn.Module:
