@@ -61,6 +61,7 @@ def false_alarms(steps: int) -> int:
 
 
 def main() -> None:
+    """Print the table, and the count of false alarms if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--healthy", type=int, default=0, metavar="STEPS")
     steps = parser.parse_args().healthy
