@@ -98,7 +98,7 @@ def test_it_leaves_no_trace(fault: str | None, precision: object) -> None:
         return of.closure() + 0 * torch.rand(())
 
     before = everything(of, optimizer)
-    fp.diagnose(of.model, closure, precision=precision, optimizer=optimizer)  # type: ignore[arg-type]
+    fp.diagnose(of.model, closure, precision=precision, optimizer=optimizer, policy=POLICY)  # type: ignore[arg-type]
     assert same(before, everything(of, optimizer))
 
 
