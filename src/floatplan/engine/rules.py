@@ -16,6 +16,7 @@ from floatplan import _torch
 from floatplan.engine import accumulate, cache, upcast
 from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.engine.casting import HALVES, Arguments, Cast, Caster
+from floatplan.engine.weight_gradient import straight
 from floatplan.errors import RegionError
 from floatplan.policy import OPERATORS, Kind, OpClass, Policy
 
@@ -121,8 +122,17 @@ def make_rule(
         if op_class is OpClass.FP32:
             return _widened_by_torch(device_type, rule, native)
         if op_class is OpClass.LOWER and not (policy.respect_upcast or masked or _takes_lists(op)):
-            return _lowered_by_torch(caster, overload, policy, rule, native)
+            short = _lowered_by_torch(caster, overload, policy, rule, native)
+            return _straight(caster, policy, below, short) if overload == "aten::linear" else short
     return rule
+
+
+def _straight(caster: Caster, policy: Policy, below: Callable[..., Any], rule: Rule) -> Rule:
+    """``rule``, but for weights whose gradient is better computed in float32. Torch's tables know none."""
+    if policy.native_device:
+        return rule
+    targets = _Targets(Kind.MATMUL, policy, caster.device_type)
+    return straight(caster, [low for low in HALVES if targets[low] is low], below, rule)
 
 
 def _marking(below: Callable[..., Any]) -> Rule:
