@@ -139,6 +139,8 @@ def _free_gradient(accumulator: Any) -> Tensor | None:
     is wanted. Hooks, checks for NaN and reducers of ranks would not see it; another thread's backward could
     add to it at the same time.
     """
+    if torch.compiler.is_dynamo_compiling():  # the backward is, by torch's compiled autograd
+        return None
     weight = accumulator.variable
     gradient: Tensor | None = weight.grad
     if (

@@ -332,6 +332,10 @@ GROUPS: tuple[Group, ...] = (
         """native_group_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats
         _batch_norm_with_update _fused_rms_norm""",
     ),
+    Group(
+        "mean over the places of an image, added up in float32 inside, rounded once", INNER, {},
+        "adaptive_avg_pool2d",
+    ),
     # --- Dtypes that must agree ------------------------------------------------------------------------
     Group(
         "joins or combines tensors whose dtypes must agree", WIDEST, on("cuda xpu mps", WIDEST),
