@@ -18,7 +18,7 @@ from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.engine.casting import HALVES, Arguments, Cast, Caster
 from floatplan.engine.weight_gradient import straight
 from floatplan.errors import RegionError
-from floatplan.policy import OPERATORS, Kind, OpClass, Policy
+from floatplan.policy import LOOK_UPS, OPERATORS, Kind, OpClass, Policy
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the dispatch keys, the positional and the keyword arguments of a call."""
@@ -41,10 +41,6 @@ STATISTICS = {
     f"aten::{name}": slice(3, 5)
     for name in ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 }
-
-# Operators of the class `lower` that are cast behind: casting the table in front of the look-up would cost
-# a copy of the whole table, and its gradient would add up in 16 bits.
-LOOK_UPS = frozenset({"aten::embedding", "aten::embedding_bag", "aten::embedding_bag.padding_idx"})
 
 # Operators of the class `lower` that go on to an autocast kernel of torch which casts better than a rule can:
 # that of cuDNN's recurrent layers puts the cast weights into the flat buffer that cuDNN wants.

@@ -380,6 +380,10 @@ def _rows() -> Iterator[Operator]:
 OPERATORS: dict[str, Operator] = {row.name: row for row in _rows()}
 """Every row by the name of its overload."""
 
+LOOK_UPS = frozenset({"aten::embedding", "aten::embedding_bag", "aten::embedding_bag.padding_idx"})
+"""Operators of the class `lower` that are cast behind: casting the table in front of the look-up would cost
+a copy of the whole table, and its gradient would add up in 16 bits."""
+
 
 def packet(name: str) -> str:
     """The operator of an overload: ``aten::pow`` for ``aten::pow.Tensor_Scalar``."""
