@@ -71,13 +71,20 @@ def straight(
 
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weight = args[1]
-        if not kwargs and weight.requires_grad and (keys.raw_repr() == plain or not _torch.is_traced()):
-            dtype = asked_dtype(device_type)
-            limit = limits_of(device_type, dtype) if dtype in lowered else None
-            x, bias = args[0], args[2] if len(args) > 2 else None
-            if limit is not None and admits(limit, dtype, x, weight, bias):
-                return _Linear.apply(caster.one(x, dtype), weight, bias, below)  # type: ignore[no-untyped-call]
-        return otherwise(keys, args, kwargs)
+        # What is told first is told of most calls. (Traced, a size is a tensor.)
+        if (
+            kwargs
+            or not weight.requires_grad
+            or (keys.raw_repr() != plain and _torch.is_traced())
+            or weight.numel() < cache.SHARE_FROM
+        ):
+            return otherwise(keys, args, kwargs)
+        dtype = asked_dtype(device_type)
+        limit = limits_of(device_type, dtype) if dtype in lowered else None
+        x, bias = args[0], args[2] if len(args) > 2 else None
+        if limit is None or not admits(limit, dtype, x, weight, bias):
+            return otherwise(keys, args, kwargs)
+        return _Linear.apply(caster.one(x, dtype), weight, bias, below)  # type: ignore[no-untyped-call]
 
     return rule
 
