@@ -69,9 +69,22 @@ def make_step(method: str, work: Gpt, model: nn.Module) -> Callable[[Tensor, Ten
     return step
 
 
-def train(seed: int, steps: int, small: bool) -> dict[str, tuple[float, float]]:
+class Deep(Gpt):
+    """The GPT with another number of layers."""
+
+    layers = 3
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Width, layers, heads, length, vocabulary."""
+        width, _, *others = super().shape
+        return (width, self.layers, *others)
+
+
+def train(seed: int, steps: int, layers: int, small: bool) -> dict[str, tuple[float, float]]:
     """Held-out loss and median seconds of a step, by method."""
-    work = Gpt(small=small, device="cpu", seed=seed)
+    work = Deep(small=small, device="cpu", seed=seed)
+    work.layers = layers
     draw = make_texts(work, seed)
     unseen = [draw() for _ in range(32)]
     models = {method: work.model() for method in METHODS}
@@ -93,7 +106,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--large", action="store_true", help="the model of the step benchmark")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--large", action="store_true", help="the width and the texts of the step benchmark")
     return parser.parse_args(arguments)
 
 
@@ -104,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     far: dict[str, list[float]] = {method: [] for method in METHODS}
     ratios: dict[str, list[float]] = {method: [] for method in METHODS}
     for seed in range(options.seeds):
-        found = train(seed, options.steps, not options.large)
+        found = train(seed, options.steps, options.layers, not options.large)
         full, of_full = found["fp32"]
         for method, (loss, seconds) in found.items():
             far[method].append(loss - full)
