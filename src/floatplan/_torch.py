@@ -186,6 +186,15 @@ def has_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``, which the caller hands over, in another shape: no view to autograd.
+
+    What a custom function returns may be written to by others; a view that it made may not.
+    """
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, shape)
+    return result
+
+
 # --- Cast cache ---------------------------------------------------------------------------------------
 
 # A weak reference to a storage; while it is there, no other storage gets that address.

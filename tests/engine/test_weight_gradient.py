@@ -128,6 +128,31 @@ def test_uses_of_a_tied_weight_add_up(filled: bool) -> None:
     assert_exact(w.grad, exact + rounded.double())
 
 
+def test_a_sparse_gradient_of_a_tied_table() -> None:
+    w = nn.Parameter(torch.randn(OUT, IN))
+    x, g = torch.randn(3, IN).bfloat16(), torch.randn(3, OUT).bfloat16()
+    F.embedding(torch.tensor([2, 2]), w, sparse=True).sum().backward()
+    assert w.grad is not None
+    assert w.grad.is_sparse
+    with region():
+        y = F.linear(x, w)
+    y.backward(g)
+    exact = g.double().T @ x.double()
+    exact[2] += 2
+    assert_exact(w.grad, exact)
+
+
+@pytest.mark.parametrize("rows", [(4,), (2, 3)])
+def test_what_follows_may_write_to_the_result(rows: tuple[int, ...]) -> None:
+    pair = Pair(*rows)
+    with region():
+        y = pair.layer(pair.x)
+        signs = y.detach() > 0
+        y.relu_().backward(pair.g)
+    pair.g *= signs
+    assert_exact(pair.weight_grad, pair.of_weight)
+
+
 @pytest.mark.trouble("T38")
 def test_many_uses_add_up_in_float32() -> None:
     w = nn.Parameter(torch.ones(1, 1))

@@ -99,7 +99,11 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, below: Any) -> Tensor:
         low = cache.low_copy(weight, x.dtype)
         ctx.save_for_backward(x, low)
-        return below(x, low, None if bias is None else cache.convert(bias, x.dtype))  # type: ignore[no-any-return]
+        bias = None if bias is None else cache.convert(bias, x.dtype)
+        if x.dim() == 2:
+            return below(x, low, bias)  # type: ignore[no-any-return]
+        rows = below(x.reshape(-1, x.shape[-1]), low, bias)
+        return _torch.shaped(rows, (*x.shape[:-1], low.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -155,6 +159,7 @@ def _free_gradient(accumulator: Any) -> Tensor | None:
         or torch.is_grad_enabled()
         or type(gradient) is not Tensor
         or gradient.dtype is not torch.float32
+        or gradient.layout is not torch.strided
         or not gradient.is_contiguous()
         or gradient.requires_grad
         or not weight.requires_grad
