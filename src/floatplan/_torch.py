@@ -168,6 +168,48 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def accumulates_here(accumulator: Any) -> bool:
+    """Whether the backward pass that is running adds to the ``.grad`` of the leaf of ``accumulator``.
+
+    That of ``torch.autograd.grad`` hands the gradient of a leaf out in its place, where torch raises.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:
+        return False
+
+
+def has_hooks(accumulator: Any) -> bool:
+    """Whether hooks were put on the node ``accumulator`` itself, by Python.
+
+    A node does not say; the dict that a new hook of its kind gets into does.
+    """
+    for register in (accumulator.register_prehook, accumulator.register_hook):
+        handle = register(_no_hook)
+        others = len(handle.hooks_dict_ref()) > 1
+        handle.remove()
+        if others:
+            return True
+    return False
+
+
+def _no_hook(*_: Any) -> None: ...
+
+
+def has_process_group() -> bool:
+    """Whether this process talks to others: reducers of DDP hook accumulators from C++, where no one sees."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``, which the caller hands over, in another shape: no view to autograd.
+
+    What a custom function returns may be written to by others; a view that it made may not.
+    """
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, shape)
+    return result
+
+
 # --- Cast cache ---------------------------------------------------------------------------------------
 
 # A weak reference to a storage; while it is there, no other storage gets that address.
@@ -262,6 +304,13 @@ def onednn_runs(dtype: torch.dtype) -> bool:
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return bool(supported()) if supported is not None else False
+
+
+def lacks_bf16_instructions() -> bool:
+    """Whether torch reports this CPU's instruction sets (from 2.12 on), and none multiplies bf16."""
+    report = getattr(torch.cpu, "get_capabilities", None)
+    names = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+    return report is not None and not any(report().get(name) for name in names)
 
 
 # --- Buffers ------------------------------------------------------------------------------------------

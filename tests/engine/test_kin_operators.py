@@ -132,7 +132,6 @@ NUMERICS: Calls = {
         "power by a tensor": lambda low: low(torch.full((4,), 301.0)).pow(low(torch.full((4,), 2.0))),
         "root mean square by hand": rms_by_hand,
         "pooling by a norm": lambda low: F.lp_pool1d(low(LINE[None, None]), 2, 4096),
-        "pooling to one": lambda low: F.adaptive_avg_pool2d(low(LINE.reshape(1, 1, 64, 64)), 1),
         "deviation and mean": lambda low: torch.std_mean(low(LINE * 16))[0],
         "normalize": lambda low: F.normalize(low(LINE * 16), dim=0),
         "total norm": lambda low: torch.nn.utils.get_total_norm([low(LINE * 16)]),

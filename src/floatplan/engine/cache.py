@@ -234,8 +234,20 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
 def _share(source: Tensor, copy: Tensor) -> Tensor:
     """The values of ``copy`` as a tensor of its own, with an edge to ``source`` where autograd records."""
     if source.requires_grad and torch.is_grad_enabled():
-        return _Edge.apply(source, copy)  # type: ignore[no-any-return, no-untyped-call]
+        return edge(source, copy)
     return copy.detach()
+
+
+def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of ``weight`` in ``dtype`` without an edge. To be called where autograd does not record."""
+    if _torch.is_traced() or weight.numel() < SHARE_FROM:
+        return convert(weight, dtype)
+    return cast_plainly(weight, dtype)
+
+
+def edge(source: Tensor, copy: Tensor) -> Tensor:
+    """``copy`` with an edge to ``source``."""
+    return _Edge.apply(source, copy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -16,8 +16,9 @@ from floatplan import _torch
 from floatplan.engine import accumulate, cache, upcast
 from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.engine.casting import HALVES, Arguments, Cast, Caster
+from floatplan.engine.weight_gradient import straight
 from floatplan.errors import RegionError
-from floatplan.policy import OPERATORS, Kind, OpClass, Policy
+from floatplan.policy import LOOK_UPS, OPERATORS, Kind, OpClass, Policy
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the dispatch keys, the positional and the keyword arguments of a call."""
@@ -40,10 +41,6 @@ STATISTICS = {
     f"aten::{name}": slice(3, 5)
     for name in ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 }
-
-# Operators of the class `lower` that are cast behind: casting the table in front of the look-up would cost
-# a copy of the whole table, and its gradient would add up in 16 bits.
-LOOK_UPS = frozenset({"aten::embedding", "aten::embedding_bag", "aten::embedding_bag.padding_idx"})
 
 # Operators of the class `lower` that go on to an autocast kernel of torch which casts better than a rule can:
 # that of cuDNN's recurrent layers puts the cast weights into the flat buffer that cuDNN wants.
@@ -121,8 +118,17 @@ def make_rule(
         if op_class is OpClass.FP32:
             return _widened_by_torch(device_type, rule, native)
         if op_class is OpClass.LOWER and not (policy.respect_upcast or masked or _takes_lists(op)):
-            return _lowered_by_torch(caster, overload, policy, rule, native)
+            short = _lowered_by_torch(caster, overload, policy, rule, native)
+            return _straight(caster, policy, below, short) if overload == "aten::linear" else short
     return rule
+
+
+def _straight(caster: Caster, policy: Policy, below: Callable[..., Any], rule: Rule) -> Rule:
+    """``rule``, but for weights whose gradient is better computed in float32. Torch's tables know none."""
+    if policy.native_device:
+        return rule
+    targets = _Targets(Kind.MATMUL, policy, caster.device_type)
+    return straight(caster, [low for low in HALVES if targets[low] is low], below, rule)
 
 
 def _marking(below: Callable[..., Any]) -> Rule:

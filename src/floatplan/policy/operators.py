@@ -332,6 +332,10 @@ GROUPS: tuple[Group, ...] = (
         """native_group_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats
         _batch_norm_with_update _fused_rms_norm""",
     ),
+    Group(
+        "mean over the places of an image, added up in float32 inside, rounded once", INNER, {},
+        "adaptive_avg_pool2d",
+    ),
     # --- Dtypes that must agree ------------------------------------------------------------------------
     Group(
         "joins or combines tensors whose dtypes must agree", WIDEST, on("cuda xpu mps", WIDEST),
@@ -375,6 +379,10 @@ def _rows() -> Iterator[Operator]:
 
 OPERATORS: dict[str, Operator] = {row.name: row for row in _rows()}
 """Every row by the name of its overload."""
+
+LOOK_UPS = frozenset({"aten::embedding", "aten::embedding_bag", "aten::embedding_bag.padding_idx"})
+"""Operators of the class `lower` that are cast behind: casting the table in front of the look-up would cost
+a copy of the whole table, and its gradient would add up in 16 bits."""
 
 
 def packet(name: str) -> str:

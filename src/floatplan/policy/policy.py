@@ -6,13 +6,17 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Literal
 
 from floatplan.errors import PolicyError, nearest
 from floatplan.policy.classes import OpClass
-from floatplan.policy.operators import OPERATORS, packet
+from floatplan.policy.operators import LOOK_UPS, OPERATORS, packet
 
 TORCH_TABLES = ("cpu", "cuda", "xpu", "mps")
 """Device types for which torch.amp has a table of its own."""
+
+STREAMS = ("low", "fp32")
+"""Formats of the residual stream, for `Policy.unified`."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,22 @@ class Policy:
     native_device: str = field(default="")
 
     @staticmethod
-    def unified(*, slow_kernels: bool = False) -> Policy:
+    def unified(*, slow_kernels: bool = False, stream: Literal["low", "fp32"] = "low") -> Policy:
         """One table for all devices; the default of floatplan's regions.
 
         Args:
             slow_kernels: see the attribute.
+            stream: what look-ups return, and so the format of the residual stream that begins with one
+                (``x = x + block(x)``): the region's, "low", or float32, "fp32". Norms follow their input, and
+                torch adds a float32 stream and a 16-bit branch in float32.
+
+        Raises:
+            PolicyError: ``stream`` is neither.
         """
-        return _unified(slow_kernels)
+        if stream not in STREAMS:
+            hint = nearest(str(stream), STREAMS)
+            raise PolicyError(f"stream must be 'low' or 'fp32', got {stream!r}{hint}")
+        return _unified(slow_kernels, stream)
 
     @staticmethod
     def torch(device_type: str) -> Policy:
@@ -177,9 +190,13 @@ def _check_name(name: str) -> None:
 
 
 @cache
-def _unified(slow_kernels: bool) -> Policy:
-    rows = tuple(sorted((op.name, op.unified) for op in OPERATORS.values() if op.unified is not None))
-    return Policy("unified", rows, slow_kernels=slow_kernels)
+def _unified(slow_kernels: bool, stream: str) -> Policy:
+    rows = {op.name: op.unified for op in OPERATORS.values() if op.unified is not None}
+    name = "unified"
+    if stream == "fp32":
+        rows |= dict.fromkeys(LOOK_UPS, OpClass.FP32)
+        name = "unified, float32 stream"
+    return Policy(name, tuple(sorted(rows.items())), slow_kernels=slow_kernels)
 
 
 @cache
