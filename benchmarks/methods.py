@@ -134,12 +134,16 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=10 * LEARNING_RATE, momentum=0.9)
 
 
-def make_region(method: Method, device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the region of a forward."""
+def make_region(
+    method: Method, device: str, policy: fp.Policy | None = None
+) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the region of a forward; the policy is floatplan's."""
     if method.owner == "plain":
         return nullcontext
-    region = fp.autocast if method.owner == "dropin" else torch.autocast
-    return lambda: region(device, dtype=DTYPES[method.format])
+    if method.owner == "torch":
+        return lambda: torch.autocast(device, dtype=DTYPES[method.format])
+    more: dict[str, Any] = {} if policy is None else {"policy": policy}
+    return lambda: fp.autocast(device, dtype=DTYPES[method.format], **more)
 
 
 def make_amp(
