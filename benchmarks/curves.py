@@ -68,7 +68,7 @@ class Text(Gpt):
     def make_batch(self) -> tuple[Tensor, Tensor]:
         *_, length, _ = self.shape
         text = library_text()
-        begins = torch.randint(len(text) - length, (4 if self.small else 8,))
+        begins = torch.randint(len(text) - length, (4,))
         rows = torch.stack([text[begin : begin + length + 1] for begin in begins.tolist()]).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -134,8 +134,8 @@ def batches_of(workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
 def train(run: Run, device: str, threads: int | None) -> list[float]:
     """The loss of each step of ``run``, before the step.
 
-    A step that an overflow skips (fp16) counts as one. Subnormal numbers are flushed to zero for every method: a
-    CPU computes with them up to 50 times more slowly.
+    A step that an overflow skips (fp16) counts as one. Subnormal numbers are flushed to zero for every
+    method: a CPU computes with them up to 50 times more slowly.
     """
     if threads is not None:
         torch.set_num_threads(threads)

@@ -35,6 +35,7 @@ class Method:
         compiled: through ``torch.compile``.
         torch: the method of torch.amp that it is compared with.
         plain: the method in float32 that it is compared with.
+        channels_last: with the layout channels_last for convolutions.
     """
 
     owner: str
@@ -42,6 +43,7 @@ class Method:
     compiled: bool = False
     torch: str | None = None
     plain: str = "fp32"
+    channels_last: bool = False
 
 
 METHODS = {
@@ -53,6 +55,8 @@ METHODS = {
     "dropin-fp16": Method("dropin", "fp16", torch="torch-fp16"),
     "amp-fp16": Method("amp", "fp16", torch="torch-fp16"),
     "amp-auto": Method("amp", "auto", torch="torch-bf16"),
+    "amp-fp32-cl": Method("amp", "fp32", channels_last=True),
+    "amp-bf16-cl": Method("amp", "bf16", torch="torch-bf16", channels_last=True),
     "fp32-compiled": Method("plain", "fp32", compiled=True, plain="fp32-compiled"),
     "torch-compiled": Method("torch", "bf16", compiled=True, torch="torch-compiled", plain="fp32-compiled"),
     "amp-compiled": Method("amp", "bf16", compiled=True, torch="torch-compiled", plain="fp32-compiled"),
@@ -156,8 +160,11 @@ def make_amp(
     """`fp.Amp` in the method's format.
 
     Raises:
-        LeftOut: this floatplan does not know "auto" or ``compile=``.
+        LeftOut: this floatplan does not know "auto" or ``compile=``, or the method is about convolutions and
+            the model has none.
     """
+    if method.channels_last and not any(weight.dim() >= 4 for weight in model.parameters()):
+        raise LeftOut("no convolutions")
     more: dict[str, Any] = {"compile": True} if method.compiled else {}
     try:
         return fp.Amp(
@@ -166,7 +173,7 @@ def make_amp(
             method.format,
             accumulate=workload.micro_batches,
             clip_norm=clip,
-            settings=fp.Settings(init_scale=INIT_SCALE),
+            settings=fp.Settings(init_scale=INIT_SCALE, channels_last=method.channels_last),
             **more,
         )
     except (StepError, TypeError) as error:

@@ -1,17 +1,18 @@
 """Memory layout: weights of convolutions in channels_last, and whatever goes with a weight in its strides.
 
-A convolution takes the layout of its weight for its output, whatever that of its input, so that a network whose
-convolutions have channels_last weights computes in channels_last from its first one on: nothing has to be done to
-inputs, by hooks or otherwise. Shapes, values and names stay as they are, in a ``state_dict`` too; strides differ.
+A convolution takes the layout of its weight for its output, whatever that of its input, so that a network
+whose convolutions have channels_last weights computes in channels_last from its first one on: nothing has to
+be done to inputs, by hooks or otherwise. Shapes, values and names stay, in a ``state_dict`` too.
 
-Torch's fused CPU optimizers go through weight, gradient and state by address and look at no strides: where those
-differ they add to one weight what is another's, without a word (torch 2.13; on CUDA they raise). Hence `conform`.
+Torch's fused CPU optimizers go through weight, gradient and state by address and look at no strides: where
+those differ they add to one weight what is another's, without a word (torch 2.13). Hence `conform`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def conform(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                if weight.dim() >= 4 and weight.grad is not None:
+                if weight.dim() >= 4:
                     _conform(weight, optimizer)
 
 
@@ -129,7 +130,9 @@ def fitted(tensor: Tensor, weight: Tensor) -> Tensor:
         or type(weight) not in (Tensor, nn.Parameter)
     ):
         return tensor
-    return torch.empty_like(weight, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
+    return torch.empty_like(weight, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(
+        tensor
+    )
 
 
 def copied(grad: Tensor, weight: Tensor) -> Tensor:
@@ -143,8 +146,8 @@ def _conform(weight: Tensor, optimizer: torch.optim.Optimizer) -> None:
         grad = fitted(weight.grad, weight)
         if grad is not weight.grad:
             weight.grad = grad
-    state = getattr(optimizer, "state", {}).get(weight)
-    for name, value in state.items() if isinstance(state, dict) else ():
+    state: dict[str, Any] = getattr(optimizer, "state", {}).get(weight) or {}
+    for name, value in state.items():
         if isinstance(value, Tensor) and value.layout is torch.strided:
             state[name] = fitted(value, weight)
 
@@ -176,7 +179,7 @@ def _weights(models: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
             continue
         seen.add(id(weight))
         is_whole = weight.untyped_storage().nbytes() == weight.nbytes
-        is_of_processes = weight.device.type == "cpu" and weight.is_shared()
+        is_of_processes = weight.device.type == "cpu" and weight.untyped_storage().is_shared()
         if is_whole and not is_of_processes and uses[_memory(weight)] == 1:
             yield weight
 
