@@ -79,7 +79,7 @@ class Steps:
     """Steps of a job, to be timed."""
 
     def __init__(self, job: Job) -> None:
-        self._step = make_step(job)
+        self._step = make_training(job).step
         self._wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
 
     @staticmethod
@@ -104,17 +104,40 @@ class Steps:
         return [self._step().item() for _ in range(count)]
 
 
-def make_step(job: Job) -> Callable[[], Tensor]:
-    """A function that takes a step with the next batch (or batches) and returns the loss of the last.
+@dataclass(frozen=True)
+class Training:
+    """What a job consists of.
+
+    Attributes:
+        step: takes a step with the next batch (or batches) and returns the loss of the last.
+        model: as it was made, not compiled.
+        optimizer: over its trained weights.
+        batches: that steps take in turn.
+    """
+
+    step: Callable[[], Tensor]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[tuple[Tensor, Tensor]]
+
+
+def make_training(job: Job) -> Training:
+    """Everything of a job.
 
     Raises:
         LeftOut: this floatplan does not have the method.
     """
     workload = WORKLOADS[job.workload](job.small, job.device)
-    method = METHODS[job.method]
     model = workload.model()
     optimizer = make_optimizer(job.optimizer, model)
-    batches = cycle(workload.batches())
+    batches = workload.batches()
+    return Training(_step_of(job, workload, model, optimizer, cycle(batches)), model, optimizer, batches)
+
+
+def _step_of(
+    job: Job, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any
+) -> Callable[[], Tensor]:
+    method = METHODS[job.method]
     if method.owner == "amp":
         amp = make_amp(model, optimizer, method, workload, job.clip)
         if not workload.trains:
