@@ -21,8 +21,8 @@ from bursts import LeftOut, Worker
 from methods import METHODS, Job, Steps, make_training
 
 LARGEST_RATIO = 1.005
-"""Of floatplan's peak to torch.amp's in the same format: beyond it the run fails. Flags, norms and the like are
-below it."""
+"""Of floatplan's peak to torch.amp's in the same format: beyond it the run fails. Flags, norms and the like
+are below it."""
 WARM_STEPS = 3
 PATIENCE = 600.0
 """Seconds that one answer may take."""

@@ -5,7 +5,8 @@ first and gets an edge of its own between source and values, whose backward retu
 source's dtype, so that the gradients of several uses add up in float32. The copy of a large weight is kept
 past the region: its memory is used again in the next, if nobody else still holds it. (Fresh
 memory of several megabytes costs page faults, as much again as the cast; less comes back from the allocator
-still warm, and casting into memory of our own was measured slower.)
+still warm, and casting into memory of our own was measured slower.) A backward frees it: at its end, when all
+gradients are there, most memory is in use, and copies of the weights beside them would raise the peak.
 
 A copy is fresh when it was made after the innermost region was entered and after the last step of any torch
 optimizer, and neither the source's version nor its memory has moved since. It must not live longer:
@@ -59,12 +60,16 @@ class _Edge(torch.autograd.Function):
     """From a source to its copy. Autograd returns the gradient in the source's dtype by itself."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, copy: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, copy: Tensor, kept: _Entry | None) -> Tensor:
+        ctx.kept = kept
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        kept, ctx.kept = ctx.kept, None
+        if kept is not None:
+            _drop(kept)
+        return gradient, None, None
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -212,17 +217,17 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
             and entry.version == source._version
             and entry.pointer == source.data_ptr()
         ):
-            return _share(source, entry.copy)
+            return _share(source, entry)
         if entry.layout and entry.layout == _layout(source) and _torch.storage_is_ours(entry.copy):
             entry.copy.copy_(source.detach())
             entry.version, entry.pointer, entry.stamp = source._version, source.data_ptr(), _tick()
-            return _share(source, entry.copy)
+            return _share(source, entry)
     entry = _Entry(owner, _drop)
     entry.copies, entry.key = copies, key
     if source.numel() >= KEEP_FROM and _is_weight(owner):
         entry.layout = _layout(source)
         entry.copy = convert(source.detach(), dtype)
-        result = _share(source, entry.copy)
+        result = _share(source, entry)
     else:
         entry.layout = None
         result = entry.copy = convert(source, dtype)
@@ -231,11 +236,12 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _share(source: Tensor, copy: Tensor) -> Tensor:
-    """The values of ``copy`` as a tensor of its own, with an edge to ``source`` where autograd records."""
+def _share(source: Tensor, entry: _Entry) -> Tensor:
+    """The values of the copy as a tensor of its own, with an edge to ``source`` where autograd records."""
     if source.requires_grad and torch.is_grad_enabled():
-        return _Edge.apply(source, copy)  # type: ignore[no-any-return, no-untyped-call]
-    return copy.detach()
+        kept = entry if entry.layout else None
+        return _Edge.apply(source, entry.copy, kept)  # type: ignore[no-any-return, no-untyped-call]
+    return entry.copy.detach()
 
 
 def _is_weight(tensor: Tensor) -> bool:
