@@ -60,7 +60,7 @@ class Text(Gpt):
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Width, layers, heads, length, vocabulary."""
-        return (32, 1, 2, 32, BYTES) if self.small else (96, 3, 3, 64, BYTES)
+        return (32, 1, 2, 32, BYTES) if self.small else (64, 2, 2, 64, BYTES)
 
     def make_model(self) -> nn.Module:
         return Transformer(*self.shape)
@@ -81,7 +81,7 @@ class Digits(Workload):
 
     def make_batch(self) -> tuple[Tensor, Tensor]:
         train = digits()
-        rows = torch.randint(len(train), (4 if self.small else 16,))
+        rows = torch.randint(len(train), (4 if self.small else 8,))
         images = train.inputs[rows]
         return images + NOISE * torch.randn(images.shape), train.labels[rows]
 

@@ -7,16 +7,18 @@ slow. A run of full size fails where floatplan is too far from float32.
 
     python benchmarks/quality.py --small                 # under a minute
     python benchmarks/quality.py --out quality.json      # 3 seeds of 2,000 steps: an hour on 2 cores
+    python benchmarks/quality.py --keep build/curves     # stopped, it goes on where it was
     python benchmarks/quality.py --methods torch-fp16,amp-fp16
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -81,6 +83,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--processes", type=int, default=1, help="trainings at a time")
     add("--threads", type=int, help="of torch in each process")
     add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--keep", type=Path, metavar="FOLDER", help="keep each curve there, and train only what is missing")
     add("--out", type=Path, metavar="FILE", help="write everything, with all curves, as JSON")
     options = parser.parse_args(arguments)
     seeds, steps, smooth = (1, 60, 10) if options.small else (3, 2000, 50)
@@ -174,22 +177,33 @@ def too_far(workload: str, rows: Sequence[Row]) -> list[str]:
 # --- Training and printing ------------------------------------------------------------------------------
 
 
-def _trained(job: tuple[Any, str, int | None]) -> tuple[Any, list[float]]:
+def _trained(job: tuple[Any, str, int | None, Path | None]) -> tuple[Any, list[float]]:
     import curves
 
-    run, device, threads = job
-    return run, curves.train(run, device, threads)
+    run, device, threads, folder = job
+    kept = None if folder is None else folder / f"{'-'.join(str(part) for part in astuple(run))}.json"
+    if kept is not None and kept.exists():
+        return run, json.loads(kept.read_text())
+    curve = curves.train(run, device, threads)
+    if kept is not None:
+        unfinished = kept.with_suffix(".new")
+        unfinished.write_text(json.dumps(curve))
+        unfinished.replace(kept)
+    return run, curve
 
 
 def trained(options: argparse.Namespace) -> Iterator[tuple[Any, list[float]]]:
     """All runs and their curves, as they end; each in a new process."""
     from curves import Run
 
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    more = options.device, options.threads, options.keep
     jobs = [
-        (Run(workload, method, rate, seed, options.steps, options.small), options.device, options.threads)
-        for workload in options.workloads
-        for rate in options.rates
+        (Run(workload, method, rate, seed, options.steps, options.small), *more)
         for seed in range(options.seeds)
+        for rate in options.rates
+        for workload in options.workloads
         for method in options.methods
     ]
     context = multiprocessing.get_context("spawn")
