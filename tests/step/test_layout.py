@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import floatplan as fp
 from floatplan.errors import StepError
+from floatplan.scaling.measure import _shortened
 from floatplan.step import layout
 
 POLICY = fp.Policy.unified(slow_kernels=True)
@@ -135,6 +136,20 @@ def test_it_can_be_undone_in_the_middle() -> None:
     train(mine, amp, range(4, 8))
     train(theirs, plain, range(8))
     close(mine.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+def test_norms_of_large_gradients_are_added_up_row_by_row(dims: int) -> None:
+    """One long sum in float32 is too small; see `floatplan.scaling.measure`."""
+    plain = torch.randn(128, 256, *[2] * (dims - 2), generator=SEED)
+    ordered = plain.contiguous(memory_format=layout.FORMATS[dims])
+    assert not ordered.is_contiguous()
+    for tensor in (plain, ordered):
+        short = _shortened(tensor, torch.float32)
+        assert short.numel() < 100
+        torch.testing.assert_close(short.double().norm(), plain.double().norm(), rtol=1e-5, atol=0)
+    in_no_order = plain.transpose(0, 1)
+    assert _shortened(in_no_order, torch.float32) is in_no_order
 
 
 def test_gradients_that_wait_are_laid_out_with_their_weights() -> None:
