@@ -81,11 +81,11 @@ def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.numel() < 16 * _ROW:
         return tensor
-    if not tensor.is_contiguous():
-        tensor = tensor.movedim(1, -1) if tensor.dim() in (4, 5) else tensor  # of channels_last
-        if not tensor.is_contiguous():
-            return tensor
-    flat = tensor.view(-1)
+    is_plain = tensor.is_contiguous() or tensor.dim() not in (4, 5)
+    ordered = tensor if is_plain else tensor.movedim(1, -1)  # as channels_last lies in memory
+    if not ordered.is_contiguous():
+        return tensor
+    flat = ordered.view(-1)
     whole = flat.numel() - flat.numel() % _ROW
     norms: torch.Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
     return torch.cat([norms, flat[whole:]])
