@@ -33,6 +33,7 @@ class Method:
         compiled: through ``torch.compile``.
         torch: the method of torch.amp that it is compared with.
         plain: the method in float32 that it is compared with.
+        channels_last: with the layout channels_last for convolutions.
     """
 
     owner: str
@@ -40,6 +41,7 @@ class Method:
     compiled: bool = False
     torch: str | None = None
     plain: str = "fp32"
+    channels_last: bool = False
 
 
 METHODS = {
@@ -51,6 +53,8 @@ METHODS = {
     "dropin-fp16": Method("dropin", "fp16", torch="torch-fp16"),
     "amp-fp16": Method("amp", "fp16", torch="torch-fp16"),
     "amp-auto": Method("amp", "auto", torch="torch-bf16"),
+    "amp-fp32-cl": Method("amp", "fp32", channels_last=True),
+    "amp-bf16-cl": Method("amp", "bf16", torch="torch-bf16", channels_last=True),
     "fp32-compiled": Method("plain", "fp32", compiled=True, plain="fp32-compiled"),
     "torch-compiled": Method("torch", "bf16", compiled=True, torch="torch-compiled", plain="fp32-compiled"),
     "amp-compiled": Method("amp", "bf16", compiled=True, torch="torch-compiled", plain="fp32-compiled"),
@@ -73,7 +77,7 @@ class Steps:
     """Steps of a job, to be timed."""
 
     def __init__(self, job: Job) -> None:
-        self._step = make_step(job)
+        self._step = make_training(job).step
         self._wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
 
     @staticmethod
@@ -98,17 +102,40 @@ class Steps:
         return [self._step().item() for _ in range(count)]
 
 
-def make_step(job: Job) -> Callable[[], Tensor]:
-    """A function that takes a step with the next batch (or batches) and returns the loss of the last.
+@dataclass(frozen=True)
+class Training:
+    """What a job consists of.
+
+    Attributes:
+        step: takes a step with the next batch (or batches) and returns the loss of the last.
+        model: as it was made, not compiled.
+        optimizer: over its trained weights.
+        batches: that steps take in turn.
+    """
+
+    step: Callable[[], Tensor]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[tuple[Tensor, Tensor]]
+
+
+def make_training(job: Job) -> Training:
+    """Everything of a job.
 
     Raises:
         LeftOut: this machine cannot do it.
     """
     workload = WORKLOADS[job.workload](job.small, job.device)
-    method = METHODS[job.method]
     model = workload.model()
     optimizer = make_optimizer(job.optimizer, model)
-    batches = cycle(workload.batches())
+    batches = workload.batches()
+    return Training(_step_of(job, workload, model, optimizer, cycle(batches)), model, optimizer, batches)
+
+
+def _step_of(
+    job: Job, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any
+) -> Callable[[], Tensor]:
+    method = METHODS[job.method]
     if method.owner == "amp":
         amp = make_amp(model, optimizer, method, workload, job.clip)
         step = amp_step(workload, model, amp, batches)
@@ -136,12 +163,16 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=10 * LEARNING_RATE, momentum=0.9)
 
 
-def make_region(method: Method, device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the region of a forward."""
+def make_region(
+    method: Method, device: str, policy: fp.Policy | None = None
+) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the region of a forward; the policy is floatplan's."""
     if method.owner == "plain":
         return nullcontext
-    region = fp.autocast if method.owner == "dropin" else torch.autocast
-    return lambda: region(device, dtype=DTYPES[method.format])
+    if method.owner == "torch":
+        return lambda: torch.autocast(device, dtype=DTYPES[method.format])
+    more: dict[str, Any] = {} if policy is None else {"policy": policy}
+    return lambda: fp.autocast(device, dtype=DTYPES[method.format], **more)
 
 
 def make_amp(
@@ -151,7 +182,13 @@ def make_amp(
     workload: Workload,
     clip: float | None,
 ) -> fp.Amp:
-    """`fp.Amp` in the method's format."""
+    """`fp.Amp` in the method's format.
+
+    Raises:
+        LeftOut: the method is about convolutions, and the model has none.
+    """
+    if method.channels_last and not any(weight.dim() >= 4 for weight in model.parameters()):
+        raise LeftOut("no convolutions")
     return fp.Amp(
         model,
         optimizer,
@@ -159,7 +196,7 @@ def make_amp(
         accumulate=workload.micro_batches,
         clip_norm=clip,
         compile=method.compiled,
-        settings=fp.Settings(init_scale=INIT_SCALE),
+        settings=fp.Settings(init_scale=INIT_SCALE, channels_last=method.channels_last),
     )
 
 

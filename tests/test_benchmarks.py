@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -75,6 +78,103 @@ def test_after_backward_prints_and_writes_what_it_measured(tmp_path: Path) -> No
     assert of["rows"]["torch"]["to_torch"] == 1.0
     assert of["weights"] == 10 * (8 * 8 + 8)
     assert of["floor"] > 0
+
+
+def test_quality_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
+    options = ("--rates", "1e-3", "--workloads", "gpt", "--methods", "torch-bf16,amp-bf16")
+    options += ("--seeds", "2", "--steps", "6", "--smooth", "2", "--keep", str(tmp_path / "curves"))
+    printed, found = run("quality.py", tmp_path / "out.json", *options)
+    assert rows_in(printed, "gpt ")[:3] == ["fp32", "torch-bf16", "amp-bf16"]
+    assert found.keys() == {"date", "versions", "machine", "settings", "data", "workloads"}
+    of = found["workloads"]["gpt"]
+    curves = of["curves"]["0.001"]
+    assert [len(curve) for name in curves for curve in curves[name]] == [6] * 6
+    assert curves["fp32"][0] != curves["fp32"][1]
+    assert all(abs(a - b) < 0.1 for a, b in zip(curves["fp32"][1], curves["amp-bf16"][1], strict=True))
+    by_torch, by_us = of["rows"]
+    assert (by_torch["to_torch"], by_us["to_torch"]) == (None, by_us["distance"] / by_torch["distance"])
+    assert 0 < by_us["least"] <= by_us["distance"] <= by_us["largest"] < of["seeds_apart"]["0.001"]
+
+    kept = sorted((tmp_path / "curves").iterdir())
+    assert len(kept) == 6
+    kept[-1].write_text(json.dumps([9.0] * 6))  # which no training gives
+    _, again = run("quality.py", tmp_path / "out.json", *options)
+    assert [9.0] * 6 in [
+        curve for of in again["workloads"]["gpt"]["curves"]["0.001"].values() for curve in of
+    ]
+
+
+@pytest.fixture
+def quality(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import quality
+
+    return quality
+
+
+def test_distances_are_of_curves_and_beside_torchs(quality: Any) -> None:
+    curves = {
+        "fp32": [[4.0, 2.0, 1.0], [4.0, 3.0, 2.0]],
+        "torch-bf16": [[4.0, 2.5, 1.0], [4.0, 3.0, 2.5]],
+        "amp-bf16": [[4.0, 2.5, 0.5], [4.0, 3.0, 3.0]],
+    }
+    rows = quality.rows_of(curves, 1e-3, smooth=2)
+    theirs, ours = rows
+    assert (theirs.distance, theirs.smoothed, theirs.last) == (0.5 / 3, 0.1875, 1.75)
+    assert (ours.distance, ours.least, ours.largest, ours.to_torch) == (1 / 3, 1 / 3, 1 / 3, 2.0)
+    assert ours.smoothed == (0.125 + 0.25) / 2  # 0.25 above, then as much above as below; 0, then 0.5
+    assert quality.seeds_apart(curves["fp32"], 2) == (0.5 + 1.0) / 2
+    (said,) = quality.too_far("gpt", rows)
+    assert "amp-bf16 on gpt at 0.001: 2.00 times" in said
+    broken = quality.rows_of({**curves, "amp-bf16": [[math.nan] * 3] * 2}, 1e-3, smooth=2)
+    assert len(quality.too_far("gpt", broken)) == 1
+
+
+def test_memory_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
+    methods = ["fp32", "torch-bf16", "amp-bf16"]
+    printed, found = run(
+        "memory.py", tmp_path / "out.json", "--workloads", "tiny-mlp", "--methods", ",".join(methods)
+    )
+    assert rows_in(printed, "tiny-mlp")[:3] == methods
+    rows = {row["method"]: row for row in found["workloads"]["tiny-mlp"]}
+    weights = 4 * (4 * 65 * 64 + 65 * 10)
+    for row in rows.values():
+        assert row["kinds"]["weights"] == weights
+        assert 2 * weights <= row["kinds"]["state"] < 2 * weights + 100  # and the counts of steps
+        assert row["peak"] == sum(row["kinds"].values())
+        assert row["process"] >= 0
+    assert rows["amp-bf16"]["to_torch"] <= 1.005
+
+
+def test_an_account_counts_each_storage_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from account import Account
+
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(128, 256)
+    account = Account(model, optimizer, [x])
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+        alive.append(account.total)
+        y.view(-1).sum().backward()
+        del y
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alive: list[int] = []
+    account.run(step)
+    account.begin()
+    account.run(step)
+    weight, rows = 4 * 256 * 256, 2 * 128 * 256
+    # Weights, and then momentum; the second layer's copy, which its backward needs; the input's, two outputs.
+    forward = weight // 2 + 3 * rows
+    assert alive == [2 * weight + forward, 4 * weight + forward]
+    assert account.total == 4 * weight
+    assert account.at_peak["weights"] == account.at_peak["state"] == 2 * weight
+    assert account.peak == sum(account.at_peak.values()) > 5 * weight
 
 
 @pytest.fixture

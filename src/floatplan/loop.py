@@ -17,7 +17,7 @@ from floatplan.errors import StepError
 from floatplan.records import Choice, StepResult
 from floatplan.scaling import GradScaler
 from floatplan.scaling.evidence import Evidence
-from floatplan.step import checks, guard, notes, saved
+from floatplan.step import checks, guard, layout, notes, saved
 from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import check_fresh, step_with_closure
 from floatplan.step.forwards import Forwards
@@ -82,12 +82,11 @@ class Amp:
     ) -> None:
         self.models = checks.models_of(models)
         self.optimizers = checks.optimizers_of(optimizers)
-        if settings is not None and not isinstance(settings, Settings):
-            raise StepError(f"settings must be fp.Settings(...), got a {type(settings).__name__}")
-        self.settings = Settings() if settings is None else settings
+        self.settings = checks.settings_of(settings)
         self.accumulate = checks.checked_count(accumulate)
         self.clip_norm = checks.checked_norm(clip_norm)
         checks.check_parameters(self.models, self.optimizers)
+        layout.check_settings(self.settings, self.models, self.optimizers)
         device_type = self.settings.device_type or next(
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
@@ -101,6 +100,7 @@ class Amp:
         self._penalties = Penalties()
         self._precision.apply(self.models)
         self._choosing = self._choose(device_type, group) if self._precision.is_auto else None
+        layout.apply_settings(self.settings, self.models, self.optimizers)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
         if compile:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -112,7 +113,8 @@ def test_the_memory_of_a_copy_is_used_again_unless_somebody_holds_it() -> None:
         (held,) = fp.cast_cache().copies
         return held.pointer
 
-    forward().sum().backward()
+    with torch.no_grad():
+        forward()
     first = pointer()
     pending = forward()
     assert pointer() == first
@@ -124,6 +126,45 @@ def test_the_memory_of_a_copy_is_used_again_unless_somebody_holds_it() -> None:
     pending.sum().backward()
     other.sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.trouble("T104")
+@pytest.mark.usefixtures("keep_all")
+def test_a_backward_frees_the_copies_that_are_kept() -> None:
+    """At its end, where all gradients are there, a step takes the most memory."""
+    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    held: list[int] = []
+    layers[0].weight.register_hook(lambda gradient: held.append(len(fp.cast_cache().copies)))
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        with region():
+            loss = layers(x).sum()
+        assert len(fp.cast_cache().copies) == 2
+        storages = [
+            weakref.ref(entry.copy.untyped_storage()) for entry in cache._local.copies.entries.values()
+        ]
+        loss.backward(retain_graph=True)
+        assert len(fp.cast_cache().copies) == 0
+        loss.backward()
+        assert [storage() for storage in storages] == [None, None]
+    assert held == [0, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_the_backward_of_an_earlier_forward_leaves_later_copies_right() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8)
+    with region():
+        earlier = layer(x).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with region():
+        later = layer(x)
+        earlier.backward()
+        again = layer(x)
+    assert torch.equal(later, again)
+    assert torch.equal(later, x.to(BF16) @ layer.weight.to(BF16).t())
+    (later + again).sum().backward()
 
 
 @pytest.mark.trouble("T38")

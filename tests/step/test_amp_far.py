@@ -96,6 +96,7 @@ BATCHES = [X[0], X[1], BAD, X[2], BAD, BAD, X[3], X[4], X[5], X[6]]
 
 
 @pytest.mark.trouble("T20")
+@pytest.mark.trouble("T108")
 @pytest.mark.parametrize("kind", ["sgd fused", "adamw fused"])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import POLICY, linear, one
+from small import POLICY, linear, one, sgd
 
 import floatplan as fp
 
@@ -32,3 +32,14 @@ def test_a_hundred_results_read_at_the_end_are_those_read_at_once(precision: Any
     at_the_end = run(read=False)
     assert at_the_end == run(read=True)
     assert len(set(at_the_end)) > 50
+
+
+@pytest.mark.trouble("T108")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_needs_no_scale_has_no_scaler(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = fp.Settings()  # which tries its values on a scaler
+    monkeypatch.setattr(fp.GradScaler, "__init__", lambda *_, **__: pytest.fail("a scaler was made"))
+    model = linear()
+    amp = fp.Amp(model, sgd(model), precision, settings=settings)
+    result = amp.step(one(amp, model))
+    assert (result.scale, result.next_scale, amp.get_scale()) == (1.0, 1.0, 1.0)

@@ -103,6 +103,20 @@ def test_bytes_are_those_read_and_written() -> None:
     assert explanation.totals.cast_bytes == row.cast_bytes
 
 
+@pytest.mark.trouble("T103")
+def test_where_casts_cost_more_than_an_operator_shows() -> None:
+    """A product of one row, and a convolution of single channels: as many bytes cast as read."""
+    model = nn.Sequential(
+        nn.Conv2d(16, 16, 3, groups=16, bias=False), nn.Flatten(), nn.Linear(64, 256, bias=False)
+    )
+    one, many = (fp.explain(model, torch.ones(count, 16, 4, 4), dtype=torch.bfloat16) for count in (1, 64))
+    for explanation, count in ((one, 1), (many, 64)):
+        of = {row.module: row.cast_bytes for row in explanation.rows if row.casts}
+        assert of == {"0": (16 * 9 + count * 16 * 16) * 6, "2": 64 * 256 * 6}
+        assert explanation.totals.cast_bytes == sum(of.values())
+    assert [row.module for row in sorted(one.rows, key=lambda row: -row.cast_bytes)][:2] == ["2", "0"]
+
+
 class Thrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

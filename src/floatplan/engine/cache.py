@@ -5,7 +5,8 @@ first and gets an edge of its own between source and values, whose backward retu
 source's dtype, so that the gradients of several uses add up in float32. The copy of a large weight is kept
 past the region: its memory is used again in the next, if nobody else still holds it. (Fresh
 memory of several megabytes costs page faults, as much again as the cast; less comes back from the allocator
-still warm, and casting into memory of our own was measured slower.)
+still warm, and casting into memory of our own was measured slower.) A backward frees it: at its end, when all
+gradients are there, most memory is in use, and copies of the weights beside them would raise the peak.
 
 A copy is fresh when it was made after the innermost region was entered and after the last step of any torch
 optimizer, and neither the source's version nor its memory has moved since. It must not live longer:
@@ -59,12 +60,15 @@ class _Edge(torch.autograd.Function):
     """From a source to its copy. Autograd returns the gradient in the source's dtype by itself."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, copy: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, copy: Tensor, kept: _Entry | None) -> Tensor:
+        ctx.kept = kept
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        kept, ctx.kept = ctx.kept, None
+        free(kept)
+        return gradient, None, None
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -109,14 +113,16 @@ class _Copies:
     Attributes:
         since: when the innermost region was entered; ``None`` where nothing is to be cached.
         depth: how many regions the thread is in.
+        keeps: whether copies of large weights stay when their backward is over.
     """
 
-    __slots__ = ("__weakref__", "depth", "entries", "since")
+    __slots__ = ("__weakref__", "depth", "entries", "keeps", "since")
 
     def __init__(self) -> None:
         self.entries: dict[Key, _Entry] = {}
         self.since: int | None = None
         self.depth = 0
+        self.keeps = False
 
 
 class _Local(threading.local):
@@ -212,17 +218,17 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
             and entry.version == source._version
             and entry.pointer == source.data_ptr()
         ):
-            return _share(source, entry.copy)
+            return _share(source, entry)
         if entry.layout and entry.layout == _layout(source) and _torch.storage_is_ours(entry.copy):
             entry.copy.copy_(source.detach())
             entry.version, entry.pointer, entry.stamp = source._version, source.data_ptr(), _tick()
-            return _share(source, entry.copy)
+            return _share(source, entry)
     entry = _Entry(owner, _drop)
     entry.copies, entry.key = copies, key
     if source.numel() >= KEEP_FROM and _is_weight(owner):
         entry.layout = _layout(source)
         entry.copy = convert(source.detach(), dtype)
-        result = _share(source, entry.copy)
+        result = _share(source, entry)
     else:
         entry.layout = None
         result = entry.copy = convert(source, dtype)
@@ -231,23 +237,54 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _share(source: Tensor, copy: Tensor) -> Tensor:
-    """The values of ``copy`` as a tensor of its own, with an edge to ``source`` where autograd records."""
+def _share(source: Tensor, entry: _Entry) -> Tensor:
+    """The values of the copy as a tensor of its own, with an edge to ``source`` where autograd records."""
     if source.requires_grad and torch.is_grad_enabled():
-        return edge(source, copy)
-    return copy.detach()
+        return edge(source, entry.copy, _to_free(entry))
+    return entry.copy.detach()
 
 
-def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of ``weight`` in ``dtype`` without an edge. To be called where autograd does not record."""
+def _to_free(entry: _Entry) -> _Entry | None:
+    """``entry``, if its copy is one that a backward frees."""
+    return entry if entry.layout and not entry.copies.keeps else None
+
+
+def low_copy(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, _Entry | None]:
+    """The values of ``weight`` in ``dtype`` without an edge, and what its backward gives to `free`.
+
+    To be called where autograd does not record.
+    """
     if _torch.is_traced() or weight.numel() < SHARE_FROM:
-        return convert(weight, dtype)
-    return cast_plainly(weight, dtype)
+        return convert(weight, dtype), None
+    copy = cast_plainly(weight, dtype)
+    entry = _local.copies.entries.get((id(weight), dtype, None))
+    return copy, None if entry is None else _to_free(entry)
 
 
-def edge(source: Tensor, copy: Tensor) -> Tensor:
-    """``copy`` with an edge to ``source``."""
-    return _Edge.apply(source, copy)  # type: ignore[no-any-return, no-untyped-call]
+def free(entry: _Entry | None) -> None:
+    """A backward has used the copy for the last time."""
+    if entry is not None:
+        _drop(entry)
+
+
+def edge(source: Tensor, copy: Tensor, entry: _Entry | None = None) -> Tensor:
+    """``copy`` with an edge to ``source``, whose backward frees ``entry``."""
+    return _Edge.apply(source, copy, entry)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@contextmanager
+def kept_past_backward() -> Iterator[None]:
+    """Copies of large weights that are made here stay when their backward is over, for the next region.
+
+    For micro-batches that add up: all gradients are there at the begin of a backward, too, where the copies
+    are needed, so that the peak is there and no higher for it.
+    """
+    copies = _local.copies
+    before, copies.keeps = copies.keeps, True
+    try:
+        yield
+    finally:
+        copies.keeps = before
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, below: Any) -> Tensor:
-        low = cache.low_copy(weight, x.dtype)
+        low, ctx.kept = cache.low_copy(weight, x.dtype)
         ctx.save_for_backward(x, low)
         bias = None if bias is None else cache.convert(bias, x.dtype)
         if x.dim() == 2:
@@ -107,6 +107,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        kept, ctx.kept = ctx.kept, None
+        cache.free(kept)  # what is saved lives until this is over
         device_type = gradient.device.type
         if not torch.is_autocast_enabled(device_type):
             return _gradients(ctx, gradient)

@@ -69,6 +69,13 @@ def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
+def settings_of(settings: object) -> Settings:
+    """The settings, by default those of `Settings`, or StepError."""
+    if settings is not None and not isinstance(settings, Settings):
+        raise StepError(f"settings must be fp.Settings(...), got a {type(settings).__name__}")
+    return Settings() if settings is None else settings
+
+
 def checked_precision(precision: object, device_type: str) -> torch.dtype | Plan:
     """A dtype or a plan, or StepError. Of "auto" it is the low format to begin with."""
     if isinstance(precision, Plan):

@@ -12,6 +12,7 @@ from torch import Tensor
 from floatplan.errors import StepError
 from floatplan.scaling.evidence import Evidence
 from floatplan.scaling.snapshot import Snapshot
+from floatplan.step import layout
 from floatplan.step.window import Window
 
 
@@ -64,6 +65,7 @@ def step_with_closure(
     """
     (optimizer,) = window.optimizers
     before = Snapshot(optimizer)
+    layout.conform(window.optimizers)
     found = overflowed = torch.zeros(())
 
     def evaluate() -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from floatplan.scaling import self_scaling
-from floatplan.step import notes
+from floatplan.step import layout, notes
 
 
 def step_all(
@@ -32,6 +32,7 @@ def step_all(
     asks = refused.device.type == "cpu" or not all(map(_looks_at_flag, optimizers))
     if asks and refused.item():
         return True, []
+    layout.conform(optimizers)
     values: list[Any] = []
     try:
         for optimizer in optimizers:

@@ -40,6 +40,8 @@ class Settings:
         policy: of the region.
         float32_outputs: whether the models return float32 in place of 16-bit tensors, as long as the Amp
             lives; inside of them nothing changes.
+        channels_last: give weights of 2-d and 3-d convolutions the layout channels_last, in place, for
+            faster kernels; values, shapes and names stay, in every ``state_dict`` too.
         device_type: where the models run; by default that of their parameters.
         costs: folder in which "auto" keeps what operators cost; by default the user's folder for caches.
 
@@ -62,6 +64,7 @@ class Settings:
     ema: Any = None
     policy: Policy = field(default_factory=Policy.unified)
     float32_outputs: bool = False
+    channels_last: bool = False
     device_type: str | None = None
     costs: str | os.PathLike[str] | None = None
 

@@ -17,7 +17,7 @@ from floatplan.scaling import gradients, self_scaling
 from floatplan.scaling.gradients import Batch, Flags
 from floatplan.scaling.measure import Part, flag_, measure, measured_divided, total_norm
 from floatplan.scaling.written import bound, fault
-from floatplan.step import notes
+from floatplan.step import layout, notes
 from floatplan.step.marks import marks_of, same
 from floatplan.step.micro_batches import MicroBatches
 from floatplan.step.names import placed
@@ -278,10 +278,9 @@ class Window(MicroBatches):
             self._losses.append(torch.tensor(torch.inf))
         parameters = list(self.parameters())
         for place, grad in state["grads"].items():
-            parameters[place].grad = grad.to(parameters[place].device).clone()
+            parameters[place].grad = layout.copied(grad, parameters[place])
         self._sums = {
-            parameters[place]: grad.to(parameters[place].device).clone()
-            for place, grad in state["sums"].items()
+            parameters[place]: layout.copied(grad, parameters[place]) for place, grad in state["sums"].items()
         }
         if not self.is_fresh:
             self._marks = marks_of(parameters)
