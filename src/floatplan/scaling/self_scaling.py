@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from floatplan import _torch
-from floatplan.scaling import gradients
+from floatplan import _optim
+from floatplan.scaling import fused, gradients
 from floatplan.scaling.measure import divided, flag_, measure, total_is_enough
 from floatplan.scaling.written import bound
 
@@ -79,7 +79,7 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 def must_be_asked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step at a set flag does more than nothing: hooks would run, or a buffer stay unset."""
-    return _torch.has_step_hooks(optimizer) or makes_momentum(optimizer)
+    return _optim.has_step_hooks(optimizer) or makes_momentum(optimizer)
 
 
 def divides(optimizer: torch.optim.Optimizer) -> bool:
@@ -134,9 +134,11 @@ def step(
     if scaler._note_fault(optimizer, state):
         return None
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
+    # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
+    ask = refused.device.type == "cpu" or must_be_asked(optimizer)
+    if ask and not refused.item() and not (args or kwargs) and fused.step(optimizer, divisor):
+        return None
     with lent(optimizer, divisor, refused):
-        # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
-        ask = refused.device.type == "cpu" or must_be_asked(optimizer)
         if ask and refused.item():
             return None
         return optimizer.step(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from floatplan.scaling import self_scaling
+from floatplan.scaling import fused, self_scaling
 from floatplan.step import notes
 
 
@@ -35,7 +35,9 @@ def step_all(
     values: list[Any] = []
     try:
         for optimizer in optimizers:
-            if asks and divisor is None:
+            if asks and fused.step(optimizer, divisor):
+                values.append(None)
+            elif asks and divisor is None:
                 values.append(optimizer.step())
             else:
                 with self_scaling.lent(optimizer, divisor, refused):
