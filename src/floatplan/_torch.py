@@ -308,6 +308,15 @@ def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torc
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The values of all ``tensors``, of one device and dtype, end to end.
+
+    A view of each and ``torch.cat`` take half as long again.
+    """
+    joined: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return joined
+
+
 class NoGrad:
     """``torch.no_grad()`` in a fifth of the time, which is that of a small kernel."""
 

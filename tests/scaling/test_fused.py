@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import floatplan as fp
-from floatplan.scaling import fused
+from floatplan.scaling import fused, gradients
 
 SHAPES = [(8, 4), (4,), (), (3, 2, 2)]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -73,10 +73,14 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+def steps_by_us(optimizer: Any, divisor: Tensor | None = None) -> bool:
+    return fused.step(optimizer, gradients.collect(optimizer, allow_fp16=True), divisor)
+
+
 def steps(optimizer: torch.optim.Optimizer, divisor: Tensor | None = None) -> bool:
     """A step by us where we do it, else by the optimizer; whether it was us."""
     before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
-    if fused.step(optimizer, divisor):
+    if steps_by_us(optimizer, divisor):
         return True
     assert_equal(before, [p.detach() for group in optimizer.param_groups for p in group["params"]])
     if divisor is not None:
@@ -232,32 +236,32 @@ def ready(make: Make = adamw) -> tuple[list[nn.Parameter], Any]:
 def test_a_step_that_somebody_replaced_is_called() -> None:
     _, optimizer = ready()
     optimizer.step = lambda: None
-    assert not fused.step(optimizer)
+    assert not steps_by_us(optimizer)
     del optimizer.step
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
 
 
 def test_a_step_that_somebody_replaced_in_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = ready()
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", lambda self: None)
-        assert not fused.step(optimizer)
-    assert fused.step(optimizer)
+        assert not steps_by_us(optimizer)
+    assert steps_by_us(optimizer)
 
 
 def test_a_wrapper_around_that_of_a_scheduler_is_called() -> None:
     _, optimizer = ready()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
     wrapped = optimizer.step
     optimizer.step = functools.wraps(wrapped)(lambda: wrapped())
-    assert not fused.step(optimizer)
+    assert not steps_by_us(optimizer)
 
 
 def test_a_scheduler_sees_that_the_optimizer_stepped() -> None:
     _, optimizer = ready()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
     scheduler.step()  # warns, which is an error, where no step came before
     assert optimizer.param_groups[0]["lr"] == 0.025
 
@@ -266,12 +270,12 @@ def test_hooks_of_others_are_called() -> None:
     _, optimizer = ready()
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
         handle = register(lambda *_: None)
-        assert not fused.step(optimizer)
+        assert not steps_by_us(optimizer)
         handle.remove()
     handle = register_optimizer_step_post_hook(lambda *_: None)
-    assert not fused.step(optimizer)
+    assert not steps_by_us(optimizer)
     handle.remove()
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
 
 
 def test_a_cast_copy_does_not_outlive_the_step() -> None:
@@ -280,14 +284,14 @@ def test_a_cast_copy_does_not_outlive_the_step() -> None:
     cache.watch_optimizers()
     _, optimizer = ready()
     before = cache._last_step
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
     assert cache._last_step > before
 
 
 def test_a_profiler_sees_the_step() -> None:
     _, optimizer = ready()
     with torch.autograd.profiler.profile() as profile:
-        assert not fused.step(optimizer)
+        assert not steps_by_us(optimizer)
         optimizer.step()
     assert any("AdamW" in event.key for event in profile.key_averages())
 
@@ -295,7 +299,7 @@ def test_a_profiler_sees_the_step() -> None:
 def test_what_somebody_lends_the_optimizer_is_used() -> None:
     _, optimizer = ready()
     optimizer.grad_scale = torch.tensor(2.0)
-    assert not fused.step(optimizer)
+    assert not steps_by_us(optimizer)
 
 
 class Own(torch.optim.AdamW):
@@ -318,7 +322,7 @@ def test_other_optimizers_step_by_themselves(make: Make) -> None:
     optimizer = make(parameters())
     for seed in range(3):
         put_gradients(optimizer.param_groups[0]["params"], seed)
-        assert not fused.step(optimizer)
+        assert not steps_by_us(optimizer)
         optimizer.step()
 
 
@@ -327,24 +331,24 @@ def test_gradients_of_other_kinds_are_left_to_the_own_step() -> None:
     optimizer = adamw([weight])
     weight.grad = torch.ones(4, 2)
     optimizer.step()
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
     weight.grad = torch.ones(4, 2).to_sparse()
-    assert not fused.step(optimizer)
+    assert not steps_by_us(optimizer)
 
 
 def test_a_state_in_another_format_is_refused_by_the_own_step() -> None:
     _, optimizer = ready()
     param = optimizer.param_groups[0]["params"][0]
     optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].double()
-    assert not fused.step(optimizer)
+    assert not steps_by_us(optimizer)
 
 
 def test_gradient_mode_is_as_before() -> None:
     _, optimizer = ready()
-    assert fused.step(optimizer)
+    assert steps_by_us(optimizer)
     assert torch.is_grad_enabled()
     with torch.no_grad():
-        assert fused.step(optimizer)
+        assert steps_by_us(optimizer)
         assert not torch.is_grad_enabled()
 
 

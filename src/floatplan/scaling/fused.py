@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from floatplan import _optim, _torch
+from floatplan.scaling.gradients import Batch, are_plain
 
 Group = dict[str, Any]
-
-_FLOAT32, _STRIDED = torch.float32, torch.strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,12 @@ class _Plan:
 _plans: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Plan] = weakref.WeakKeyDictionary()
 
 
-def step(optimizer: torch.optim.Optimizer, divisor: Tensor | None = None) -> bool:
+def step(optimizer: torch.optim.Optimizer, batches: Sequence[Batch], divisor: Tensor | None = None) -> bool:
     """Do what ``optimizer.step()`` would, if that is known to be what its kernels do.
 
     Args:
-        optimizer: with gradients that it may take; they are divided in place.
+        optimizer: is not asked whether it may take its gradients; they are divided in place.
+        batches: its gradients as `gradients.collect` finds them now.
         divisor: of the gradients, 0-dim float32 on the CPU; None: 1.
 
     Returns:
@@ -124,7 +124,9 @@ def step(optimizer: torch.optim.Optimizer, divisor: Tensor | None = None) -> boo
     Raises:
         StepError: gradients of the optimizer wait for the step of an Amp, and this is not that step.
     """
-    if type(optimizer) not in _KINDS or _optim.has_step_hooks(optimizer) or _optim.profiles():
+    if type(optimizer) not in _KINDS or len(batches) != 1 or not batches[0].is_plain:
+        return False
+    if _optim.has_step_hooks(optimizer) or _optim.profiles():
         return False
     if "grad_scale" in vars(optimizer) or "found_inf" in vars(optimizer):  # put there by somebody else
         return False
@@ -133,44 +135,34 @@ def step(optimizer: torch.optim.Optimizer, divisor: Tensor | None = None) -> boo
         if not group["fused"] or group["differentiable"]:
             return False
     plan = _plan_of(optimizer)
-    if plan is None:
+    if plan is None or not _may_update(groups, plan):
         return False
-    work = []
-    for group, update in zip(groups, plan.updates, strict=True):
-        grads = _gradients(group)
-        if grads is None or not update.takes(group):
-            return False
-        if grads:
-            work.append((update, group, grads))
     _optim.call_step_pre_hooks(optimizer)
+    grads, at = batches[0].grads, 0
     with _torch.NoGrad():
-        for update, group, grads in work:
-            update.update(group, grads, divisor)
+        for group, update in zip(groups, plan.updates, strict=True):
+            count = len(group["params"])
+            if count:
+                update.update(group, grads if count == len(grads) else grads[at : at + count], divisor)
+            at += count
     _optim.step_was_called(optimizer)
     _optim.call_step_post_hooks(optimizer)
     return True
 
 
+def _may_update(groups: list[Group], plan: _Plan) -> bool:
+    """Whether settings and weights are what the kernels are for."""
+    for group, update in zip(groups, plan.updates, strict=True):
+        if not update.takes(group):
+            return False
+        for param in group["params"]:  # its data may have been replaced
+            if param.dtype is not torch.float32 or not param.is_cpu:
+                return False
+    return True
+
+
 def _is_here(setting: object) -> bool:
     return not isinstance(setting, Tensor) or setting.is_cpu
-
-
-def _gradients(group: Group) -> list[Tensor] | None:
-    """The gradients of a group; None where one of them, or its weight, is not what the kernels are for."""
-    grads = []
-    for param in group["params"]:
-        grad = param.grad
-        if (
-            type(grad) is not Tensor
-            or grad.dtype is not _FLOAT32
-            or param.dtype is not _FLOAT32
-            or grad.layout is not _STRIDED
-            or not grad.is_cpu
-            or not param.is_cpu
-        ):
-            return None
-        grads.append(grad)
-    return grads
 
 
 # --- What has to be found out once ------------------------------------------------------------------------
@@ -227,11 +219,7 @@ def _updates(optimizer: torch.optim.Optimizer) -> list[_Adam | _Sgd] | None:
 def _tensors(states: Sequence[dict[str, Any]], name: str) -> list[Tensor]:
     """``name`` of every state; none where one lacks it, or has it in another form than the kernels take."""
     found = [state.get(name) for state in states]
-    fit = all(
-        type(one) is Tensor and one.dtype is _FLOAT32 and one.layout is _STRIDED and one.is_cpu
-        for one in found
-    )
-    return [one for one in found if one is not None] if fit else []
+    return found if are_plain(found) else []
 
 
 _KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)

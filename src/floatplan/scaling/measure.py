@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from floatplan import _torch
+from floatplan.formats import FORMATS
 from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, widest
 from floatplan.scaling.written import NO_BOUND, Bound
 
@@ -69,8 +70,9 @@ def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
 _SQUARES_ARE_LOST = 2.0**-50
 """Norms below this, added up in float32, lack the squares of small values: 1e-24 squared is 0 there."""
 
+_LEAST_OF_FLOAT32, _MOST_OF_FLOAT32 = FORMATS["fp32"].smallest_normal, FORMATS["fp32"].max
 _ROW = 4096
-_SMALL = 2048
+_SMALL, _TOGETHER = 4096, 32
 
 
 def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,27 +90,39 @@ def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Fewer tensors of the same norm in all: small ones of one shape become one.
+    """1-dimensional tensors of the same norm in all, each of up to 32 small ones.
 
     To call a kernel for a small tensor takes longer than to copy it.
     """
-    by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_shape.setdefault(tensor.shape, []).append(tensor)
-    joined = []
-    for shape, same in by_shape.items():
-        if len(same) > 1 and shape.numel() <= _SMALL:
-            joined.append(torch.cat(same) if shape else torch.stack(same))
-        else:
-            joined.extend(same)
-    return joined
+    return [_torch.flat(tensors[at : at + _TOGETHER]) for at in range(0, len(tensors), _TOGETHER)]
+
+
+def _norm_here(batch: Batch) -> float:
+    """Norm of all gradients in float32 on the CPU; if it is finite, they are. See `_total_on_cpu`."""
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
+    for tensor in batch.grads:
+        (small if tensor.numel() <= _SMALL else large).append(tensor)
+    square = 0.0
+    for flat in _joined(small):
+        square += torch.dot(flat, flat).item()  # takes half the time of a norm
+    norm = math.sqrt(square)
+    if large:
+        pieces = [_shortened(tensor, torch.float32) for tensor in large]
+        norm = math.hypot(norm, *_torch.norms(pieces, torch.float32).tolist())
+    if norm < _SQUARES_ARE_LOST:
+        return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
+    return norm
 
 
 def _total_on_cpu(batch: Batch) -> float:
     """Norm of all gradients; if it is finite, they are. It may not be where they are, only very large."""
+    if batch.dtype is torch.float32:
+        return _norm_here(batch)
     wide = torch.promote_types(batch.dtype, torch.float32)
-    pieces = [_shortened(tensor, wide) for tensor in _joined(batch.grads)]
-    norm = math.hypot(*_torch.norms(pieces, wide).tolist())
+    small = _joined([tensor for tensor in batch.grads if tensor.numel() <= _SMALL])
+    large = [_shortened(tensor, wide) for tensor in batch.grads if tensor.numel() > _SMALL]
+    norm = math.hypot(*_torch.norms(small + large, wide).tolist())
     if norm < _SQUARES_ARE_LOST and wide is torch.float32:
         return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
     return norm
@@ -194,12 +208,12 @@ def measure(batches: Iterable[Batch], bound: Bound = NO_BOUND, each: bool = Fals
     return tuple(parts)
 
 
-def _quotient(total: Total, divisor: torch.Tensor) -> float:
-    value = divisor.item()
+def _quotient(total: Total, divisor: float | torch.Tensor) -> float:
+    value = divisor.item() if isinstance(divisor, torch.Tensor) else divisor
     return total.norm / value if value else math.inf
 
 
-def total_is_enough(measured: Measured, divisor: torch.Tensor, bound: Bound) -> bool:
+def total_is_enough(measured: Measured, divisor: float | torch.Tensor, bound: Bound) -> bool:
     """Whether no gradient can fail in ``divided``: none has a larger norm than a total that fits."""
     return all(
         _quotient(part, divisor) <= min(_limit(part.dtype), bound.of(part.dtype))  # False for NaN, too
@@ -208,8 +222,8 @@ def total_is_enough(measured: Measured, divisor: torch.Tensor, bound: Bound) -> 
     )
 
 
-def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured:
-    """What ``measured`` becomes when an optimizer divides its gradients by ``divisor`` (0-dim).
+def divided(measured: Measured, divisor: float | torch.Tensor, bound: Bound) -> Measured:
+    """What ``measured`` becomes when an optimizer divides its gradients by ``divisor`` (a tensor is 0-dim).
 
     A gradient whose norm would pass the largest value counts as not finite. This is stricter than value
     by value, and costs no further pass over the gradients.
@@ -219,7 +233,7 @@ def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured
         if isinstance(part, Total):
             parts.append(Total(part.device, _quotient(part, divisor), part.dtype))
             continue
-        by = divisor.to(part.norms)
+        by = divisor.to(part.norms) if isinstance(divisor, torch.Tensor) else divisor
         norms = part.norms / by
         sizes = norms if part.sizes is part.norms else part.sizes / by
         # False for NaN, too.
@@ -229,8 +243,23 @@ def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured
     return tuple(parts)
 
 
-def measured_divided(batches: Sequence[Batch], divisor: torch.Tensor, bound: Bound) -> Measured:
-    """What is measured on gradients that an optimizer divides by ``divisor`` (0-dim) in its own kernel."""
+def fine_total(batches: Sequence[Batch], divisor: float, bound: Bound) -> Total | None:
+    """What `measured_divided` says where one number tells that all is fine, as nearly always on the CPU.
+
+    None where gradients lie elsewhere or in several formats, or may not be fine.
+    """
+    if len(batches) != 1 or not batches[0].is_plain or not _LEAST_OF_FLOAT32 <= divisor <= _MOST_OF_FLOAT32:
+        return None
+    batch = batches[0]
+    norm = _norm_here(batch) / divisor
+    # False for NaN, too.
+    if norm <= _MOST_OF_FLOAT32 and norm <= bound.of(batch.dtype):
+        return Total(batch.device, norm, batch.dtype)
+    return None
+
+
+def measured_divided(batches: Sequence[Batch], divisor: float | torch.Tensor, bound: Bound) -> Measured:
+    """What is measured on gradients that an optimizer divides by ``divisor`` in its own kernel."""
     measured = measure(batches)
     if not total_is_enough(measured, divisor, bound):
         measured = measure(batches, each=True)
