@@ -46,6 +46,7 @@ class Method:
 
 METHODS = {
     "fp32": Method("plain", "fp32"),
+    "amp-fp32": Method("amp", "fp32"),
     "torch-bf16": Method("torch", "bf16", torch="torch-bf16"),
     "dropin-bf16": Method("dropin", "bf16", torch="torch-bf16"),
     "amp-bf16": Method("amp", "bf16", torch="torch-bf16"),

@@ -73,6 +73,7 @@ class MicroBatches:
         self._overflowed = False
         self._flags: list[Flags] = []
         self.batches: Sequence[Sequence[Batch]] = ()
+        self._is_fine = False
         self._earlier: list[Tensor] = []
         self._fault: str | None = None
         self._too_large: list[str] = []

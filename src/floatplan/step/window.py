@@ -7,7 +7,7 @@ that of its first backward. All optimizers of a window step, or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,9 @@ _FINE = torch.zeros(())
 """The flag of gradients that are known to be fine; nothing writes to it."""
 
 
+_ONLY_FLOAT32 = (torch.float32,)
+
+
 class Verdict(NamedTuple):
     """What may become of a step: bools where the host knows, else 0-dim float32 tensors, 1.0 or 0.0.
 
@@ -51,6 +54,9 @@ class Verdict(NamedTuple):
     refused: bool | Tensor
     overflowed: bool | Tensor
     present: bool | Tensor
+
+
+_GO = Verdict(False, False, True)
 
 
 class Window(MicroBatches):
@@ -145,18 +151,22 @@ class Window(MicroBatches):
     ) -> None:
         """Measure gradients as they are when they are divided by ``divisor``, and set what is not fine."""
         self._measured, self._too_large, self._fault = (), [], None
+        self._is_fine = True
         with _torch.NoGrad():
             for number, of_one in enumerate(batches):
                 limit = bound(self.optimizers[number])
                 self._too_large.append(limit.reason)
                 fine = fine_total(of_one, divisor, limit) if isinstance(divisor, float) else None
                 if fine is not None:
-                    found: Measured = (fine,)
+                    self._measured += (fine,)
                     flags[number][fine.device] = _FINE
+                    dtypes: Collection[torch.dtype] = _ONLY_FLOAT32
                 else:
-                    found = self._look_closely(number, of_one, flags[number], limit, divisor)
-                self._measured += found
-                self._fault = self._fault or fault(self.optimizers[number], {batch.dtype for batch in of_one})
+                    self._is_fine = False
+                    self._measured += self._look_closely(number, of_one, flags[number], limit, divisor)
+                    dtypes = {batch.dtype for batch in of_one}
+                self._fault = self._fault or fault(self.optimizers[number], dtypes)
+        self._is_fine = self._is_fine and self._fault is None
         self._flags, self.batches = flags, batches
 
     def _look_closely(
@@ -207,6 +217,8 @@ class Window(MicroBatches):
         Args:
             penalties: flags of gradients that a loss was made of, which overflowed under the scale.
         """
+        if self._is_fine and self.counted and not (self._reduce or self._earlier or self._overflowed):
+            return _GO
         device = self._device()
         if device.type == "cpu" and self._reduce is None:
             return self._known_verdict(penalties)
@@ -370,7 +382,7 @@ class Window(MicroBatches):
         """With the gradients: a copy of a parameter has none."""
         grads = [] if self.is_fresh else [parameter.grad for parameter in self.parameters()]
         untouched = self._marks is None or same(self._marks, marks_of(self.parameters()))
-        hidden = {"_marks": None, "_scale_mark": None}
+        hidden = {"_marks": None, "_scale_mark": None, "batches": ()}
         return {**self.__dict__, **hidden, "_grads": grads, "_untouched": untouched}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
