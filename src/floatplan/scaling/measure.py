@@ -7,15 +7,16 @@ square of the largest float32 (1e77) is far from the end of float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from floatplan import _torch
 from floatplan.formats import FORMATS
-from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, widest
+from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, unscale_, widest
 from floatplan.scaling.written import NO_BOUND, Bound
 
 
@@ -73,6 +74,7 @@ _SQUARES_ARE_LOST = 2.0**-50
 _LEAST_OF_FLOAT32, _MOST_OF_FLOAT32 = FORMATS["fp32"].smallest_normal, FORMATS["fp32"].max
 _ROW = 4096
 _SMALL, _TOGETHER = 4096, 32
+_RUN = 2**17
 
 
 def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -89,30 +91,49 @@ def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([norms, flat[whole:]])
 
 
-def _joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """1-dimensional tensors of the same norm in all, each of up to 32 small ones.
-
-    To call a kernel for a small tensor takes longer than to copy it.
-    """
-    return [_torch.flat(tensors[at : at + _TOGETHER]) for at in range(0, len(tensors), _TOGETHER)]
-
-
-def _norm_here(batch: Batch) -> float:
-    """Norm of all gradients in float32 on the CPU; if it is finite, they are. See `_total_on_cpu`."""
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All values in runs that fit a cache: some small tensors, or a part of a large one."""
     small: list[torch.Tensor] = []
-    large: list[torch.Tensor] = []
-    for tensor in batch.grads:
-        (small if tensor.numel() <= _SMALL else large).append(tensor)
+    for tensor in tensors:
+        if tensor.numel() <= _SMALL:
+            small.append(tensor)
+        elif tensor.is_contiguous():
+            yield from ([part] for part in torch.split(tensor.view(-1), _RUN))
+        else:
+            yield [tensor]
+    for at in range(0, len(small), _TOGETHER):
+        yield small[at : at + _TOGETHER]
+
+
+def _square(run: list[torch.Tensor]) -> float:
+    """Sum of squares of a run of float32 values on the CPU.
+
+    To call a kernel for a small tensor takes longer than to copy it, and a norm twice as long as a product.
+    """
+    flat = run[0]
+    if len(run) > 1 or flat.dim() != 1:
+        if not flat.is_contiguous() and len(run) == 1:
+            return float(torch.linalg.vector_norm(flat).item()) ** 2
+        flat = _torch.flat(run)
+    return torch.dot(flat, flat).item()
+
+
+def _norm_here(batch: Batch, inv_scale: torch.Tensor | None = None, found_inf: Any = None) -> float:
+    """Norm of all gradients in float32 on the CPU; if it is finite, they are. See `_total_on_cpu`.
+
+    With ``inv_scale`` they are multiplied by it first, each run while the cache holds it.
+    """
     square = 0.0
-    for flat in _joined(small):
-        square += torch.dot(flat, flat).item()  # takes half the time of a norm
+    for run in _runs(batch.grads):
+        if inv_scale is not None:
+            _torch.check_and_unscale_(run, found_inf, inv_scale)
+        square += _square(run)
     norm = math.sqrt(square)
-    if large:
-        pieces = [_shortened(tensor, torch.float32) for tensor in large]
-        norm = math.hypot(norm, *_torch.norms(pieces, torch.float32).tolist())
-    if norm < _SQUARES_ARE_LOST:
-        return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
-    return norm
+    return _norm_in_float64(batch) if norm < _SQUARES_ARE_LOST else norm
+
+
+def _norm_in_float64(batch: Batch) -> float:
+    return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
 
 
 def _total_on_cpu(batch: Batch) -> float:
@@ -120,12 +141,9 @@ def _total_on_cpu(batch: Batch) -> float:
     if batch.dtype is torch.float32:
         return _norm_here(batch)
     wide = torch.promote_types(batch.dtype, torch.float32)
-    small = _joined([tensor for tensor in batch.grads if tensor.numel() <= _SMALL])
-    large = [_shortened(tensor, wide) for tensor in batch.grads if tensor.numel() > _SMALL]
-    norm = math.hypot(*_torch.norms(small + large, wide).tolist())
-    if norm < _SQUARES_ARE_LOST and wide is torch.float32:
-        return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
-    return norm
+    pieces = [run[0] if len(run) == 1 else _torch.flat(run) for run in _runs(batch.grads)]
+    norm = math.hypot(*_torch.norms(pieces, wide).tolist())
+    return _norm_in_float64(batch) if norm < _SQUARES_ARE_LOST and wide is torch.float32 else norm
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,6 +297,28 @@ def flag_(flags: Flags, measured: Measured) -> None:
             flags[part.fits.device] = bad.float()
         else:
             flag.masked_fill_(bad, 1.0)
+
+
+def unscaled(
+    batches: Sequence[Batch],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    done: Container[int],
+    bound: Bound,
+) -> tuple[Flags, Measured]:
+    """`unscale_` with the same arguments, and what `measure` says then; the flags are of both."""
+    measured: Measured = ()
+    if len(batches) == 1 and batches[0].is_plain and not done and inv_scale.item() != 1.0:
+        (batch,) = batches
+        flags = {batch.device: to_device(found_inf, batch.device, copy=True)}
+        norm = _norm_here(batch, to_device(inv_scale, batch.device), flags[batch.device])
+        if math.isfinite(norm) and norm <= bound.of(batch.dtype):
+            measured = (Total(batch.device, norm, batch.dtype),)
+    else:
+        flags = unscale_(batches, inv_scale, found_inf, done)
+    measured = measured or measure(batches, bound)
+    flag_(flags, measured)
+    return flags, measured
 
 
 def total_norm(measured: Measured, device: torch.device) -> float | torch.Tensor:
