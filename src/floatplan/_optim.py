@@ -6,7 +6,7 @@ Checked on torch 2.13.0; the names are the same in the sources of 2.11.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 # --- Hooks ----------------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(maxsize=8)
 def _has_foreign_hooks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether a hook for all optimizers is not floatplan's. Numbers of hooks are never given out again."""
     hooks = [_global_optimizer_pre_hooks.get(number) for number in before]

@@ -187,6 +187,16 @@ def lose_a_gradient(optimizer: Any) -> None:
     optimizer.param_groups[0]["params"][1].grad = None
 
 
+def turn_foreach_on(optimizer: Any) -> None:
+    optimizer.param_groups[0]["foreach"] = True
+
+
+def leave_fused(optimizer: Any) -> None:
+    optimizer.param_groups[0]["fused"] = False
+    for of_one in optimizer.state.values():
+        of_one["step"] = of_one["step"].clone()
+
+
 def turn_amsgrad_on(optimizer: Any) -> None:
     optimizer.param_groups[0]["amsgrad"] = True
     for of_one in optimizer.state.values():
@@ -205,6 +215,8 @@ def turn_amsgrad_on(optimizer: Any) -> None:
         replace_data,
         swap_parameters,
         lose_a_gradient,
+        turn_foreach_on,
+        leave_fused,
         turn_amsgrad_on,
     ],
 )
@@ -306,6 +318,11 @@ class Own(torch.optim.AdamW):
     """Of the user, who may do anything in it."""
 
 
+def with_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["foreach"] = True
+    return optimizer
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -313,6 +330,7 @@ class Own(torch.optim.AdamW):
         lambda params: torch.optim.AdamW(params, foreach=True),
         lambda params: torch.optim.AdamW(params),
         lambda params: torch.optim.SGD(params, momentum=0.9),
+        lambda params: with_foreach(torch.optim.SGD(params, fused=True)),
         lambda params: torch.optim.AdamW([p.data.double().requires_grad_() for p in params], fused=True),
         lambda params: torch.optim.Adagrad(params, fused=True),
         lambda params: adamw(params, betas=(torch.tensor(0.9), torch.tensor(0.99))),

@@ -126,14 +126,12 @@ def step(optimizer: torch.optim.Optimizer, batches: Sequence[Batch], divisor: Te
     """
     if type(optimizer) not in _KINDS or len(batches) != 1 or not batches[0].is_plain:
         return False
-    if _optim.has_step_hooks(optimizer) or _optim.profiles():
-        return False
-    if "grad_scale" in vars(optimizer) or "found_inf" in vars(optimizer):  # put there by somebody else
-        return False
     groups: list[Group] = optimizer.param_groups
-    for group in groups:
-        if not group["fused"] or group["differentiable"]:
-            return False
+    if not groups[0]["fused"] or _optim.has_step_hooks(optimizer) or _optim.profiles():
+        return False
+    own = vars(optimizer)
+    if "grad_scale" in own or "found_inf" in own:  # put there by somebody else
+        return False
     plan = _plan_of(optimizer)
     if plan is None or not _may_update(groups, plan):
         return False
@@ -153,7 +151,7 @@ def step(optimizer: torch.optim.Optimizer, batches: Sequence[Batch], divisor: Te
 def _may_update(groups: list[Group], plan: _Plan) -> bool:
     """Whether settings and weights are what the kernels are for."""
     for group, update in zip(groups, plan.updates, strict=True):
-        if not update.takes(group):
+        if not group["fused"] or group["foreach"] or group["differentiable"] or not update.takes(group):
             return False
         for param in group["params"]:  # its data may have been replaced
             if param.dtype is not torch.float32 or not param.is_cpu:

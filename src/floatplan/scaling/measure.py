@@ -95,12 +95,15 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """All values in runs that fit a cache: some small tensors, or a part of a large one."""
     small: list[torch.Tensor] = []
     for tensor in tensors:
-        if tensor.numel() <= _SMALL:
+        size = tensor.numel()
+        if size <= _SMALL:
             small.append(tensor)
-        elif tensor.is_contiguous():
-            yield from ([part] for part in torch.split(tensor.view(-1), _RUN))
-        else:
+        elif not tensor.is_contiguous():
             yield [tensor]
+        elif size <= _RUN:
+            yield [tensor.view(-1)]
+        else:
+            yield from ([part] for part in torch.split(tensor.view(-1), _RUN))
     for at in range(0, len(small), _TOGETHER):
         yield small[at : at + _TOGETHER]
 
