@@ -64,8 +64,8 @@ def is_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
     own = vars(optimizer).get("step")
     if own is not None and not (
         getattr(own, "_wrapped_by_lr_sched", False)
-        and own.__code__.co_filename == _SCHEDULERS_FILE
         and own.__wrapped__ is function
+        and own.__code__.co_filename == _SCHEDULERS_FILE
     ):
         return False
     for code in (_HOOKED, _WITHOUT_GRAD):
@@ -92,7 +92,7 @@ def profiles() -> bool:
 # What the fused optimizers call after all their checks; nothing public runs them.
 fused_adam_, fused_adamw_, fused_sgd_ = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
 
-_ONE = torch.ones(())
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def add_one_(counts: list[torch.Tensor]) -> None:

@@ -354,6 +354,24 @@ def test_gradients_of_other_kinds_are_left_to_the_own_step() -> None:
     assert not steps_by_us(optimizer)
 
 
+def test_a_state_that_holds_more_than_torch_put_there() -> None:
+    params, optimizer = ready()
+    optimizer.state["of the user"] = 5
+    optimizer.state[params[0]]["noise"] = torch.ones(2)
+    assert fused_steps_alike(params, optimizer)
+
+
+def fused_steps_alike(params: list[nn.Parameter], optimizer: Any) -> bool:
+    """Whether a step is done by us, and as by an equal optimizer itself."""
+    theirs, plain = copy.deepcopy((params, optimizer))
+    for param, other in zip(params, theirs, strict=True):
+        other.grad = param.grad.clone()
+    done = steps_by_us(optimizer)
+    plain.step()
+    assert all(map(torch.equal, params, theirs))
+    return done
+
+
 def test_a_state_in_another_format_is_refused_by_the_own_step() -> None:
     _, optimizer = ready()
     param = optimizer.param_groups[0]["params"][0]

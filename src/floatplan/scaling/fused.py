@@ -188,7 +188,7 @@ def _seen(optimizer: torch.optim.Optimizer) -> list[object]:
         seen.append(group)
         seen += group["params"]
     for of_one in state.values():
-        seen += of_one.values()
+        seen += of_one.values() if isinstance(of_one, dict) else (of_one,)
     return seen
 
 

@@ -146,13 +146,13 @@ def step(
     if scaler._note_fault(optimizer, state):
         return None
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
-    # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
-    ask = refused.device.type == "cpu" or must_be_asked(optimizer)
-    if ask and not refused.item() and not (args or kwargs):
+    is_here = refused.device.type == "cpu"
+    if is_here and not (args or kwargs) and not refused.item():
         batches = gradients.collect(optimizer, allow_fp16=True)
         if fused.step(optimizer, batches, divisor):
             return None
     with lent(optimizer, divisor, refused):
-        if ask and refused.item():
+        # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
+        if (is_here or must_be_asked(optimizer)) and refused.item():
             return None
         return optimizer.step(*args, **kwargs)

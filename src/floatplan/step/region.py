@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ContextDecorator
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from floatplan.engine import state
 from floatplan.step.forwards import Forwards
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class ForwardRegion(ContextDecorator):
+
+class ForwardRegion:
     """The region of one forward, for one ``with`` block or as a decorator, which enters one for each call.
 
     Args:
@@ -25,9 +30,6 @@ class ForwardRegion(ContextDecorator):
     ) -> None:
         self._forwards, self._region, self._keeps_out = forwards, region, keeps_out
         self._entered: list[bool] = []
-
-    def _recreate_cm(self) -> ForwardRegion:
-        return ForwardRegion(self._forwards, self._region, self._keeps_out)
 
     def __enter__(self) -> None:
         self._forwards.enter()
@@ -48,3 +50,13 @@ class ForwardRegion(ContextDecorator):
                 self._region.__exit__(kind, error, trace)
         finally:
             self._forwards.leave()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate ``function``: each call runs in a region of its own."""
+
+        @functools.wraps(function)
+        def in_region(*args: P.args, **kwargs: P.kwargs) -> R:
+            with ForwardRegion(self._forwards, self._region, self._keeps_out):
+                return function(*args, **kwargs)
+
+        return in_region

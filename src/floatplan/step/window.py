@@ -35,7 +35,7 @@ from floatplan.step.names import placed
 LOW = (torch.float16, torch.bfloat16)
 
 
-_FINE = torch.zeros(())
+_FINE = torch.zeros((), dtype=torch.float32, device="cpu")
 """The flag of gradients that are known to be fine; nothing writes to it."""
 
 
