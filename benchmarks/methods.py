@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import floatplan as fp
+from bursts import LeftOut
 from workloads import POOL, WORKLOADS, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,6 +47,7 @@ class Method:
 
 METHODS = {
     "fp32": Method("plain", "fp32"),
+    "amp-fp32": Method("amp", "fp32"),
     "torch-bf16": Method("torch", "bf16", torch="torch-bf16"),
     "dropin-bf16": Method("dropin", "bf16", torch="torch-bf16"),
     "amp-bf16": Method("amp", "bf16", torch="torch-bf16"),

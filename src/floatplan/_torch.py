@@ -1,4 +1,6 @@
-"""Every private name of torch that floatplan uses, each with its reason (those of its compiler: `_compiler`).
+"""Every private name of torch that floatplan uses, each with its reason.
+
+Those of its compiler are in `_compiler`, those of its optimizers in `_optim`.
 
 A release of torch may move or drop any of these; this file is where that is seen and mended. Checked on
 torch 2.13.0; the names are the same in the sources of 2.11.
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 import torch.multiprocessing.reductions
 import torch.utils.checkpoint
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -378,10 +379,23 @@ def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torc
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything but floatplan runs before or after the ``step`` of ``optimizer``."""
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, name, None):
-            return True
-    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    return any(getattr(hook, "__module__", "").partition(".")[0] != "floatplan" for hook in of_all)
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The values of all ``tensors``, of one device and dtype, end to end.
+
+    A view of each and ``torch.cat`` take half as long again.
+    """
+    joined: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return joined
+
+
+class NoGrad:
+    """``torch.no_grad()`` in a fifth of the time, which is that of a small kernel."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)

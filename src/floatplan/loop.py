@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from floatplan import _compiler
 from floatplan.engine import Plan
+from floatplan.engine.cache import kept_past_backward
 from floatplan.errors import StepError
 from floatplan.records import Choice, StepResult
 from floatplan.scaling import GradScaler
@@ -25,6 +26,7 @@ from floatplan.step.optimize import needs_function, step_all
 from floatplan.step.outputs import keep_float32
 from floatplan.step.penalties import Penalties
 from floatplan.step.precision import Precision as InForce
+from floatplan.step.region import ForwardRegion
 from floatplan.step.settings import Settings
 from floatplan.step.window import Window
 from floatplan.step.windows import Windows
@@ -93,6 +95,7 @@ class Amp:
         self._precision = InForce(precision, device_type, self.settings, scaler)
         self.choice: Choice | None = None
         self._region: AbstractContextManager[Any] = self._precision.region(self.models)
+        self._keeps_out = self._precision.keeps_out
         self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
@@ -141,21 +144,16 @@ class Amp:
     def _settle_precision(self, plans: Sequence[Plan], precision: str, choice: Choice | None) -> None:
         self._precision.settle(self.models, plans, precision)
         self._region, self._choosing, self.choice = self._precision.region(self.models), None, choice
+        self._keeps_out = self._precision.keeps_out
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each model; empty where there is none, or "auto" has not chosen yet."""
         return self._precision.plans(len(self.models))
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> ForwardRegion:
         """The region of the forward. Running statistics are those to go back to if the step is skipped."""
-        self._forwards.enter()
-        try:
-            with self._region:
-                yield
-        finally:
-            self._forwards.leave()
+        return ForwardRegion(self._forwards, self._region, self._keeps_out)
 
     # --- The step -------------------------------------------------------------------------------------
 
@@ -184,15 +182,14 @@ class Amp:
             self._forwards.were_in_region = True
             if self._precision.has_region or len(self._forwards):
                 notes.warn(notes.OUTSIDE)
-        before = [(other, other.grad) for other in self._windows.others(window) if other.requires_grad]
-        # A view may be of memory that this backward writes to.
-        before = [(p, g.clone() if g is not None and g._is_view() else g) for p, g in before]
+        before = self._windows.others_gradients(window)
         # Naming its own to autograd (``inputs=``) would lose, without a word, the gradients of those inside
         # of a reentrant checkpoint.
         for parameter, _ in before:
             parameter.grad = None
         try:
-            window.backward(loss, marks, **options)
+            with kept_past_backward() if self.accumulate > 1 else nullcontext():
+                window.backward(loss, marks, **options)
         except BaseException:
             self._undo(window)
             raise
@@ -333,7 +330,7 @@ class Amp:
         elif not window.divide_in_step():
             window.unscale()
         refused, overflowed, present = window.verdict(self._penalties.flags)
-        if not (window.has_gradients or window.dropped) and not present.item():
+        if not (window.has_gradients or window.dropped) and not present:
             notes.warn(f"Amp.step: {notes.NO_GRADIENTS}; {notes.WHY_NONE}")
             done = window.nothing_done(notes.NO_GRADIENTS)
             self._clear(window)
@@ -342,7 +339,7 @@ class Amp:
             window.clip(clip_norm)
         self._stepping = True
         try:
-            was_refused, values = step_all(window.optimizers, refused, window.divisor())
+            was_refused, values = step_all(window.optimizers, window.batches, refused, window.divisor())
         except BaseException:
             self._clear(window)
             raise

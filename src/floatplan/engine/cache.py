@@ -113,7 +113,7 @@ class _Copies:
     Attributes:
         since: when the innermost region was entered; ``None`` where nothing is to be cached.
         depth: how many regions the thread is in.
-        keeps: whether copies of large weights stay when their backward is over.
+        keeps: whether copies of large weights outlive their backward.
     """
 
     __slots__ = ("__weakref__", "depth", "entries", "keeps", "since")
@@ -246,7 +246,7 @@ def _share(source: Tensor, entry: _Entry) -> Tensor:
 
 def _to_free(entry: _Entry) -> _Entry | None:
     """``entry``, if its copy is one that a backward frees."""
-    return entry if entry.layout and not entry.copies.keeps else None
+    return entry if entry.layout else None
 
 
 def low_copy(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, _Entry | None]:
@@ -263,7 +263,7 @@ def low_copy(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, _Entry | None]
 
 def free(entry: _Entry | None) -> None:
     """A backward has used the copy for the last time."""
-    if entry is not None:
+    if entry is not None and not entry.copies.keeps:
         _drop(entry)
 
 
@@ -274,10 +274,10 @@ def edge(source: Tensor, copy: Tensor, entry: _Entry | None = None) -> Tensor:
 
 @contextmanager
 def kept_past_backward() -> Iterator[None]:
-    """Copies of large weights that are made here stay when their backward is over, for the next region.
+    """A backward that this thread runs here leaves the copies of large weights for the next region.
 
-    For micro-batches that add up: all gradients are there at the begin of a backward, too, where the copies
-    are needed, so that the peak is there and no higher for it.
+    For micro-batches that add up: all gradients are there when a backward begins, too, where the copies are
+    needed, so that the peak is there and no higher for it.
     """
     copies = _local.copies
     before, copies.keeps = copies.keeps, True

@@ -211,6 +211,11 @@ def policy_here(device_type: str) -> Policy | None:
     return policies_in_force().get(device_type) or recomputed_policy(device_type)
 
 
+def any_region(device_type: str) -> bool:
+    """Whether the calling thread is in a region, of floatplan or of torch, that is on for a device type."""
+    return torch.is_autocast_enabled(device_type) or number_in_force() is not _torch.NO_POLICY
+
+
 def entered_before_backward() -> bool:
     """Whether the backward pass that runs here began inside of the region, which is not recomputed."""
     return _torch.current_backward() != _thread.backward and not _torch.recomputes()

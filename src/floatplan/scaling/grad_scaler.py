@@ -16,7 +16,7 @@ from floatplan.scaling.changed import look_again
 from floatplan.scaling.evidence import DISABLED, Evidence
 from floatplan.scaling.further import FurtherCalls
 from floatplan.scaling.gradients import Flags
-from floatplan.scaling.measure import flag_, measure
+from floatplan.scaling.measure import flag_, measure, unscaled
 from floatplan.scaling.outputs import scaled
 from floatplan.scaling.written import NO_BOUND, Bound, bound, fault
 
@@ -126,10 +126,9 @@ class GradScaler(FurtherCalls):
         """Multiply the gradients by ``inv_scale``; one flag per device, that starts as ``found_inf``."""
         with torch.no_grad():
             batches = gradients.collect(optimizer, allow_fp16)
-            flags = gradients.unscale_(batches, inv_scale, found_inf, self._unscaled)
             state = self._per_optimizer_states[id(optimizer)]
-            state["measured"] = measured = measure(batches, state.get("bound", NO_BOUND))
-            flag_(flags, measured)
+            limit = state.get("bound", NO_BOUND)
+            flags, state["measured"] = unscaled(batches, inv_scale, found_inf, self._unscaled, limit)
         return flags
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -35,6 +35,8 @@ class Batch:
         grads: the gradients; of a sparse one, its values; of a complex one, a view of its parts.
         params: the parameter of each.
         positions: place of each parameter among all parameters of the optimizer.
+        is_plain: there is one for every parameter, each a dense float32 tensor on the CPU, of no class of
+            its own.
     """
 
     device: torch.device
@@ -43,6 +45,7 @@ class Batch:
     grads: list[torch.Tensor] = field(default_factory=list)
     params: list[torch.Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    is_plain: bool = False
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -79,6 +82,22 @@ def _parts(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad)
 
 
+_FLOAT32, _STRIDED, _CPU = torch.float32, torch.strided, torch.device("cpu")
+
+
+def are_plain(tensors: Iterable[object]) -> TypeGuard[list[torch.Tensor]]:
+    """Whether all are dense float32 tensors on the CPU, of no class of their own."""
+    for tensor in tensors:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.dtype is not _FLOAT32
+            or tensor.layout is not _STRIDED
+            or not tensor.is_cpu
+        ):
+            return False
+    return True
+
+
 def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
     """Every gradient of ``optimizer``, in batches that one kernel can take.
 
@@ -88,6 +107,19 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
         ValueError: a float16 gradient, unless ``allow_fp16``.
         AssertionError: something in ``param_groups`` is not a tensor.
     """
+    groups = optimizer.param_groups
+    params = groups[0]["params"] if len(groups) == 1 else list(_parameters(optimizer))
+    try:
+        grads = [param.grad for param in params]
+    except AttributeError:  # of what is no tensor
+        return _batches(optimizer, allow_fp16)
+    if grads and are_plain(grads):
+        return [Batch(_CPU, _FLOAT32, (), grads, params, list(range(len(params))), is_plain=True)]
+    return _batches(optimizer, allow_fp16)
+
+
+def _batches(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
+    """`collect`, of gradients of any kind."""
     batches: dict[tuple[object, ...], Batch] = {}
     batch: Batch | None = None  # of the parameter before, which is mostly the one of the next
     refused: list[tuple[int, torch.Size]] = []

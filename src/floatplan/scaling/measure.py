@@ -7,14 +7,16 @@ square of the largest float32 (1e77) is far from the end of float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from floatplan import _torch
-from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, widest
+from floatplan.formats import FORMATS
+from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, unscale_, widest
 from floatplan.scaling.written import NO_BOUND, Bound
 
 
@@ -69,8 +71,10 @@ def _peaks(tensors: list[torch.Tensor]) -> torch.Tensor:
 _SQUARES_ARE_LOST = 2.0**-50
 """Norms below this, added up in float32, lack the squares of small values: 1e-24 squared is 0 there."""
 
+_LEAST_OF_FLOAT32, _MOST_OF_FLOAT32 = FORMATS["fp32"].smallest_normal, FORMATS["fp32"].max
 _ROW = 4096
-_SMALL = 2048
+_SMALL, _TOGETHER = 4096, 32
+_RUN = 2**17
 
 
 def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -91,31 +95,62 @@ def _shortened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([norms, flat[whole:]])
 
 
-def _joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Fewer tensors of the same norm in all: small ones of one shape become one.
-
-    To call a kernel for a small tensor takes longer than to copy it.
-    """
-    by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All values in runs that fit a cache: some small tensors, or a part of a large one."""
+    small: list[torch.Tensor] = []
     for tensor in tensors:
-        by_shape.setdefault(tensor.shape, []).append(tensor)
-    joined = []
-    for shape, same in by_shape.items():
-        if len(same) > 1 and shape.numel() <= _SMALL:
-            joined.append(torch.cat(same) if shape else torch.stack(same))
+        size = tensor.numel()
+        if size <= _SMALL:
+            small.append(tensor)
+        elif not tensor.is_contiguous():
+            yield [tensor]
+        elif size <= _RUN:
+            yield [tensor.view(-1)]
         else:
-            joined.extend(same)
-    return joined
+            yield from ([part] for part in torch.split(tensor.view(-1), _RUN))
+    for at in range(0, len(small), _TOGETHER):
+        yield small[at : at + _TOGETHER]
+
+
+def _square(run: list[torch.Tensor]) -> float:
+    """Sum of squares of a run of float32 values on the CPU.
+
+    To call a kernel for a small tensor takes longer than to copy it, and a norm twice as long as a product.
+    """
+    flat = run[0]
+    if len(run) > 1 or flat.dim() != 1:
+        if not flat.is_contiguous() and len(run) == 1:
+            return float(torch.linalg.vector_norm(flat).item()) ** 2
+        flat = _torch.flat(run)
+    return torch.dot(flat, flat).item()
+
+
+def _norm_here(batch: Batch, inv_scale: torch.Tensor | None = None, found_inf: Any = None) -> float:
+    """Norm of all gradients in float32 on the CPU; if it is finite, they are. See `_total_on_cpu`.
+
+    With ``inv_scale`` they are multiplied by it first, each run while the cache holds it.
+    """
+    square = 0.0
+    for run in _runs(batch.grads):
+        if inv_scale is not None:
+            _torch.check_and_unscale_(run, found_inf, inv_scale)
+        square += _square(run)
+    norm = math.sqrt(square)
+    return _norm_in_float64(batch) if norm < _SQUARES_ARE_LOST else norm
+
+
+def _norm_in_float64(batch: Batch) -> float:
+    return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
 
 
 def _total_on_cpu(batch: Batch) -> float:
     """Norm of all gradients; if it is finite, they are. It may not be where they are, only very large."""
+    if batch.dtype is torch.float32:
+        return _norm_here(batch)
     wide = torch.promote_types(batch.dtype, torch.float32)
-    pieces = [_shortened(tensor, wide) for tensor in _joined(batch.grads)]
+    pieces = [run[0] if len(run) == 1 else _torch.flat(run) for run in _runs(batch.grads)]
     norm = math.hypot(*_torch.norms(pieces, wide).tolist())
-    if norm < _SQUARES_ARE_LOST and wide is torch.float32:
-        return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
-    return norm
+    return _norm_in_float64(batch) if norm < _SQUARES_ARE_LOST and wide is torch.float32 else norm
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,12 +233,12 @@ def measure(batches: Iterable[Batch], bound: Bound = NO_BOUND, each: bool = Fals
     return tuple(parts)
 
 
-def _quotient(total: Total, divisor: torch.Tensor) -> float:
-    value = divisor.item()
+def _quotient(total: Total, divisor: float | torch.Tensor) -> float:
+    value = divisor.item() if isinstance(divisor, torch.Tensor) else divisor
     return total.norm / value if value else math.inf
 
 
-def total_is_enough(measured: Measured, divisor: torch.Tensor, bound: Bound) -> bool:
+def total_is_enough(measured: Measured, divisor: float | torch.Tensor, bound: Bound) -> bool:
     """Whether no gradient can fail in ``divided``: none has a larger norm than a total that fits."""
     return all(
         _quotient(part, divisor) <= min(_limit(part.dtype), bound.of(part.dtype))  # False for NaN, too
@@ -212,8 +247,8 @@ def total_is_enough(measured: Measured, divisor: torch.Tensor, bound: Bound) -> 
     )
 
 
-def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured:
-    """What ``measured`` becomes when an optimizer divides its gradients by ``divisor`` (0-dim).
+def divided(measured: Measured, divisor: float | torch.Tensor, bound: Bound) -> Measured:
+    """What ``measured`` becomes when an optimizer divides its gradients by ``divisor`` (a tensor is 0-dim).
 
     A gradient whose norm would pass the largest value counts as not finite. This is stricter than value
     by value, and costs no further pass over the gradients.
@@ -223,7 +258,7 @@ def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured
         if isinstance(part, Total):
             parts.append(Total(part.device, _quotient(part, divisor), part.dtype))
             continue
-        by = divisor.to(part.norms)
+        by = divisor.to(part.norms) if isinstance(divisor, torch.Tensor) else divisor
         norms = part.norms / by
         sizes = norms if part.sizes is part.norms else part.sizes / by
         # False for NaN, too.
@@ -233,8 +268,23 @@ def divided(measured: Measured, divisor: torch.Tensor, bound: Bound) -> Measured
     return tuple(parts)
 
 
-def measured_divided(batches: Sequence[Batch], divisor: torch.Tensor, bound: Bound) -> Measured:
-    """What is measured on gradients that an optimizer divides by ``divisor`` (0-dim) in its own kernel."""
+def fine_total(batches: Sequence[Batch], divisor: float, bound: Bound) -> Total | None:
+    """What `measured_divided` says where one number tells that all is fine, as nearly always on the CPU.
+
+    None where gradients lie elsewhere or in several formats, or may not be fine.
+    """
+    if len(batches) != 1 or not batches[0].is_plain or not _LEAST_OF_FLOAT32 <= divisor <= _MOST_OF_FLOAT32:
+        return None
+    batch = batches[0]
+    norm = _norm_here(batch) / divisor
+    # False for NaN, too.
+    if norm <= _MOST_OF_FLOAT32 and norm <= bound.of(batch.dtype):
+        return Total(batch.device, norm, batch.dtype)
+    return None
+
+
+def measured_divided(batches: Sequence[Batch], divisor: float | torch.Tensor, bound: Bound) -> Measured:
+    """What is measured on gradients that an optimizer divides by ``divisor`` in its own kernel."""
     measured = measure(batches)
     if not total_is_enough(measured, divisor, bound):
         measured = measure(batches, each=True)
@@ -254,6 +304,28 @@ def flag_(flags: Flags, measured: Measured) -> None:
             flags[part.fits.device] = bad.float()
         else:
             flag.masked_fill_(bad, 1.0)
+
+
+def unscaled(
+    batches: Sequence[Batch],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    done: Container[int],
+    bound: Bound,
+) -> tuple[Flags, Measured]:
+    """`unscale_` with the same arguments, and what `measure` says then; the flags are of both."""
+    measured: Measured = ()
+    if len(batches) == 1 and batches[0].is_plain and not done and inv_scale.item() != 1.0:
+        (batch,) = batches
+        flags = {batch.device: to_device(found_inf, batch.device, copy=True)}
+        norm = _norm_here(batch, to_device(inv_scale, batch.device), flags[batch.device])
+        if math.isfinite(norm) and norm <= bound.of(batch.dtype):
+            measured = (Total(batch.device, norm, batch.dtype),)
+    else:
+        flags = unscale_(batches, inv_scale, found_inf, done)
+    measured = measured or measure(batches, bound)
+    flag_(flags, measured)
+    return flags, measured
 
 
 def total_norm(measured: Measured, device: torch.device) -> float | torch.Tensor:

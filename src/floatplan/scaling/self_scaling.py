@@ -10,14 +10,15 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from floatplan import _torch
-from floatplan.scaling import gradients
+from floatplan import _optim
+from floatplan.scaling import fused, gradients
 from floatplan.scaling.measure import divided, flag_, measure, total_is_enough
 from floatplan.scaling.written import bound
 
@@ -30,13 +31,21 @@ _takes_scaler: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDi
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` has a ``grad_scaler`` argument: the older contract, where it does everything."""
-    function = getattr(optimizer.step, "__func__", None)
+    called: Any = optimizer.step
+    function: Any = getattr(called, "__func__", called)
+    if function is getattr(type(optimizer), "step", None):
+        return _class_takes_scaler(function)
     if not isinstance(function, FunctionType):
         return "grad_scaler" in inspect.signature(optimizer.step).parameters
     known = _takes_scaler.get(function)
     if known is None:  # to look at a signature takes longer than a small step
         known = _takes_scaler[function] = "grad_scaler" in inspect.signature(optimizer.step).parameters
     return known
+
+
+@cache
+def _class_takes_scaler(function: Any) -> bool:
+    return "grad_scaler" in inspect.signature(function).parameters
 
 
 def own_grad_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
@@ -79,7 +88,7 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 def must_be_asked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step at a set flag does more than nothing: hooks would run, or a buffer stay unset."""
-    return _torch.has_step_hooks(optimizer) or makes_momentum(optimizer)
+    return _optim.has_step_hooks(optimizer) or makes_momentum(optimizer)
 
 
 def divides(optimizer: torch.optim.Optimizer) -> bool:
@@ -91,9 +100,12 @@ def divides(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def flag_useless(flags: gradients.Flags, divisor: torch.Tensor) -> None:
-    """Set every flag if 1/divisor is 0 or not finite."""
-    if divisor.device.type == "cpu" and not gradients.is_useless(divisor.item()):
+def flag_useless(flags: gradients.Flags, divisor: float | torch.Tensor) -> None:
+    """Set every flag if 1/divisor is 0 or not finite. A tensor is 0-dim."""
+    if not isinstance(divisor, torch.Tensor) or divisor.device.type == "cpu":
+        if gradients.is_useless(float(divisor)):
+            for flag in flags.values():
+                flag.fill_(1.0)
         return
     useless = gradients.unusable(divisor.reciprocal())
     for device, flag in flags.items():
@@ -134,9 +146,13 @@ def step(
     if scaler._note_fault(optimizer, state):
         return None
     refused = state["refused"] = gradients.any_flag(flags.values(), scale.device)
+    is_here = refused.device.type == "cpu"
+    if is_here and not (args or kwargs) and not refused.item():
+        batches = gradients.collect(optimizer, allow_fp16=True)
+        if fused.step(optimizer, batches, divisor):
+            return None
     with lent(optimizer, divisor, refused):
         # On the CPU to ask is free. Elsewhere the kernel looks at the flag itself.
-        ask = refused.device.type == "cpu" or must_be_asked(optimizer)
-        if ask and refused.item():
+        if (is_here or must_be_asked(optimizer)) and refused.item():
             return None
         return optimizer.step(*args, **kwargs)

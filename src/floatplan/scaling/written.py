@@ -69,10 +69,7 @@ class Bound:
 
     def of(self, dtype: torch.dtype) -> float:
         """The largest norm of a gradient in ``dtype``, in which the state is, too."""
-        if self.share == 1.0 and not self.squares:
-            return math.inf
-        most = torch.finfo(dtype).max
-        return math.sqrt(most * self.share) if self.squares else most * self.share
+        return _largest_norm(self.squares, self.share, dtype)
 
     @property
     def reason(self) -> str:
@@ -80,14 +77,23 @@ class Bound:
         return SQUARE if self.squares else UPDATE
 
 
+@cache
+def _largest_norm(squares: bool, share: float, dtype: torch.dtype) -> float:
+    if share == 1.0 and not squares:
+        return math.inf
+    most = torch.finfo(dtype).max
+    return math.sqrt(most * share) if squares else most * share
+
+
 NO_BOUND = Bound(squares=False)
 
 
 @cache
-def _squares(kind: type) -> tuple[bool, float]:
+def _of_squares(kind: type) -> Bound | None:
+    """The bound of a kind that squares gradients, whatever its settings; None for one that does not."""
     if issubclass(kind, _SUMS_OF_SQUARES):
-        return True, _SUM
-    return not issubclass(kind, _NO_SQUARES), _MEAN
+        return Bound(True, _SUM)
+    return None if issubclass(kind, _NO_SQUARES) else Bound(True, _MEAN)
 
 
 def _number(value: object) -> float | None:
@@ -110,11 +116,12 @@ def bound(optimizer: torch.optim.Optimizer) -> Bound:
     Of SGD: a momentum buffer of G + m G + m^2 G + ... = G / (1 - m), and that times the learning rate, fit.
     """
     kind: Any = type(optimizer)
-    squares, share = _squares(kind)
-    if squares:
-        return Bound(True, share)
+    of_squares = _of_squares(kind)
+    if of_squares is not None:
+        return of_squares
     if not isinstance(optimizer, torch.optim.SGD):
         return NO_BOUND
+    share = _MEAN
     for group in optimizer.param_groups:
         momentum, lr = _number(group.get("momentum")) or 0.0, _number(group.get("lr")) or 0.0
         room = 1.0 - momentum if 0.0 < momentum < 1.0 else 1.0
@@ -210,6 +217,8 @@ def fault(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.dtype]) -> 
             if value is None or (type(value) in _PLAIN and -most <= value <= most):
                 continue
             for part in value if isinstance(value, (tuple, list)) else (value,):
+                if type(part) in _PLAIN and -most <= part <= most:
+                    continue
                 number = _number(part)
                 if number is not None and _spoils(name, number, most):
                     where = " in float32" if math.isfinite(number) else ""

@@ -55,7 +55,10 @@ class Afterwards:
             ScalingError: too many in a row were skipped.
         """
         averages = self.settings.ema is not None and self._has(parameters)
-        result, outcome = StepResult(evidence), Outcome(evidence.found_inf)
+        result = StepResult(evidence)
+        if evidence.found_inf is False and not (averages or schedulers or self._waiting or self._refused):
+            return result
+        outcome = Outcome(evidence.found_inf)
         if not (outcome.is_known or averages or schedulers) and self.settings.max_consecutive_skips is None:
             return result
         self._waiting.append(_Waiting(result, outcome, schedulers, averages))

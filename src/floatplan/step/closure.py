@@ -66,7 +66,8 @@ def step_with_closure(
     (optimizer,) = window.optimizers
     before = Snapshot(optimizer)
     layout.conform(window.optimizers)
-    found = overflowed = torch.zeros(())
+    found: bool | Tensor = False
+    overflowed: bool | Tensor = False
 
     def evaluate() -> Tensor:
         nonlocal found, overflowed
@@ -81,7 +82,7 @@ def step_with_closure(
             backward(loss)
         window.unscale()
         found, overflowed, _ = window.verdict()
-        if found.item():
+        if found:
             raise _NotFinite
         if clip_norm is not None:
             window.clip(clip_norm)
@@ -101,5 +102,5 @@ def step_with_closure(
         before.restore()
     evidence = window.evidence(refused, value)
     evidence.shared = evidence.shared and is_finite
-    window.update_scale(torch.maximum(found, torch.tensor(float(refused))), overflowed)
+    window.update_scale(bool(found) or refused, overflowed)
     return evidence

@@ -28,6 +28,8 @@ class Forwards:
         self._models = list(models)
         self._kept = Statistics(self._models, buffers)
         self._of_micro_batch = Statistics(self._models, buffers) if drops else None
+        # A model without such buffers has nothing to keep, in any forward.
+        self._has_any = len(self._kept) > 0
         self._regions = 0
         self._was_loaded = False
         self.were_in_region = False
@@ -42,6 +44,8 @@ class Forwards:
         self.were_in_region = True
         self._was_loaded = False
         self._regions += 1
+        if not self._has_any:
+            return
         for kept in (self._kept, self._of_micro_batch):
             if kept is not None:
                 kept.take_more() if kept.taken else kept.take()
@@ -69,8 +73,9 @@ class Forwards:
             others_wait: whether gradients of other windows do, so that this was not all since the first
                 forward. What there is now is then what they go back to.
         """
-        self._put_back(refused)
-        self._begin_anew(others_wait)
+        if self._has_any:
+            self._put_back(refused)
+            self._begin_anew(others_wait)
 
     def _put_back(self, refused: bool | Tensor) -> None:
         """What is kept, if the step was refused or statistics are spoiled."""

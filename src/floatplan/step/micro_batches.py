@@ -11,7 +11,7 @@ from torch import Tensor
 from floatplan.errors import StepError
 from floatplan.scaling import GradScaler, gradients
 from floatplan.scaling.evidence import Evidence
-from floatplan.scaling.gradients import Flags
+from floatplan.scaling.gradients import Batch, Flags
 from floatplan.scaling.measure import Measured, flag_, measure
 from floatplan.scaling.written import UPDATE
 from floatplan.step import notes
@@ -40,6 +40,7 @@ class MicroBatches:
         is_open: a backward ran since the last micro-batch was closed.
         is_unscaled: the gradients are those that the optimizers take.
         said: arguments of the last ``step`` in it, for a flush.
+        batches: the gradients of each optimizer, when they were looked at.
         lacks_scheduler: that step had a scheduler, which a state that was loaded cannot have.
     """
 
@@ -71,18 +72,25 @@ class MicroBatches:
         self._marks: Marks | None = None
         self._overflowed = False
         self._flags: list[Flags] = []
+        self.batches: Sequence[Sequence[Batch]] = ()
+        self._is_fine = False
         self._earlier: list[Tensor] = []
         self._fault: str | None = None
         self._too_large: list[str] = []
         self._measured: Measured = ()
         self._changed: Measured = ()
-        self._divisor: Tensor | None = None
+        self._divisor: float | Tensor | None = None
 
     def clear(self) -> None:
         """Forget the gradients: the next backward is the first of a window."""
         self._forget()
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     @property
     def is_fresh(self) -> bool:
@@ -123,7 +131,7 @@ class MicroBatches:
             options: of ``Tensor.backward``.
         """
         if self.is_fresh:
-            self.clear()
+            self._clear_gradients()
         if self._drops and not self.is_open:
             self._set_sums_aside()
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)

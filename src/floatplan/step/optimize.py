@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from floatplan.scaling import self_scaling
-from floatplan.step import layout, notes
+from floatplan.scaling import fused, gradients, self_scaling
+from floatplan.scaling.gradients import Batch
+from floatplan.step import notes
 
 
 def step_all(
-    optimizers: Sequence[torch.optim.Optimizer], refused: Tensor, divisor: Tensor | None = None
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[Sequence[Batch]],
+    refused: bool | Tensor,
+    divisor: Tensor | None = None,
 ) -> tuple[bool | Tensor, list[Any]]:
     """Step every optimizer, or none if ``refused`` is set.
 
@@ -23,23 +27,26 @@ def step_all(
 
     Args:
         optimizers: in their order.
-        refused: 0-dim, not 0 if nothing may be written.
+        batches: the gradients of each.
+        refused: whether nothing may be written; 0-dim and on an accelerator where the host does not know.
         divisor: by what they divide their gradients on the way, 0-dim; only for those that can.
 
     Returns:
         Whether the step was refused (0-dim where the host does not know), and what each optimizer returned.
     """
-    asks = refused.device.type == "cpu" or not all(map(_looks_at_flag, optimizers))
-    if asks and refused.item():
+    asks = isinstance(refused, bool) or not all(map(_looks_at_flag, optimizers))
+    if asks and refused:
         return True, []
-    layout.conform(optimizers)
     values: list[Any] = []
     try:
-        for optimizer in optimizers:
-            if asks and divisor is None:
+        for optimizer, of_one in zip(optimizers, batches, strict=True):
+            if asks and fused.step(optimizer, of_one, divisor):
+                values.append(None)
+            elif asks and divisor is None:
                 values.append(optimizer.step())
             else:
-                with self_scaling.lent(optimizer, divisor, refused):
+                flag = gradients.number(0.0, torch.device("cpu")) if isinstance(refused, bool) else refused
+                with self_scaling.lent(optimizer, divisor, flag):
                     values.append(optimizer.step())
     except BaseException as error:
         what = f"optimizer {len(values)} ({type(optimizers[len(values)]).__name__}) failed in its step"

@@ -46,6 +46,7 @@ class Precision:
         if isinstance(self.asked, Plan) and settings.policy is not Policy.unified():
             raise StepError("a Plan has policies of its own; give them to its rules, not to Settings")
         self.own_scaler = checks.checked_scaler(scaler, settings)
+        self._takes_up = False
         self.scales = self.own_scaler is not None or (scaler is None and self._has_fp16())
 
     def __repr__(self) -> str:
@@ -68,13 +69,21 @@ class Precision:
         """Whether the region changes what operators run in; a plan does so on the modules."""
         return not (self.is_full or isinstance(self.asked, Plan))
 
-    def region(self, models: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-        """The region of the forward; that of float32 and of a plan keeps a region around it out.
+    @property
+    def keeps_out(self) -> str | None:
+        """The device type on which the region does nothing but to keep one around it out; else None."""
+        is_known = self._device_type in DEVICE_TYPES
+        return self._device_type if is_known and not (self.has_region or self._takes_up) else None
 
-        Where ``models`` have weights in 16 bits, which are then frozen, that of float32 takes them up.
+    def region(self, models: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+        """The region of the forward, which may be entered while it is active.
+
+        That of float32 and of a plan keeps a region around it out. Where ``models`` have weights in 16 bits,
+        which are then frozen, that of float32 takes them up.
         """
         low = any(p.dtype.itemsize < 4 for model in models for p in model.parameters())
-        if self.is_full and low:
+        self._takes_up = self.is_full and low
+        if self._takes_up:
             return autocast(self._device_type, torch.float32)
         if isinstance(self.asked, Plan) or self.is_full:
             is_known = self._device_type in DEVICE_TYPES

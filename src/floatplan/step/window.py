@@ -6,23 +6,57 @@ that of its first backward. All optimizers of a window step, or none does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from floatplan import _torch
 from floatplan.errors import StepError
 from floatplan.scaling import gradients, self_scaling
 from floatplan.scaling.gradients import Batch, Flags
-from floatplan.scaling.measure import Part, flag_, measure, measured_divided, total_norm
-from floatplan.scaling.written import bound, fault
+from floatplan.scaling.measure import (
+    Measured,
+    Part,
+    fine_total,
+    flag_,
+    measure,
+    measured_divided,
+    total_norm,
+)
+from floatplan.scaling.written import Bound, bound, fault
 from floatplan.step import layout, notes
 from floatplan.step.marks import marks_of, same
 from floatplan.step.micro_batches import MicroBatches
 from floatplan.step.names import placed
 
 LOW = (torch.float16, torch.bfloat16)
+
+
+_FINE = torch.zeros((), dtype=torch.float32, device="cpu")
+"""The flag of gradients that are known to be fine; nothing writes to it."""
+
+
+_ONLY_FLOAT32 = (torch.float32,)
+
+
+class Verdict(NamedTuple):
+    """What may become of a step: bools where the host knows, else 0-dim float32 tensors, 1.0 or 0.0.
+
+    Attributes:
+        refused: an optimizer, on any rank, would write what is not finite.
+        overflowed: the scale was too high.
+        present: there is a gradient.
+    """
+
+    refused: bool | Tensor
+    overflowed: bool | Tensor
+    present: bool | Tensor
+
+
+_GO = Verdict(False, False, True)
 
 
 class Window(MicroBatches):
@@ -43,6 +77,7 @@ class Window(MicroBatches):
         if self.is_unscaled:
             return
         self._check_untouched("unscale")
+        layout.conform(self.optimizers)
         batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
         self._check_dtypes(batches)
         if self.is_open:
@@ -81,21 +116,23 @@ class Window(MicroBatches):
         if self.is_unscaled or not all(map(self_scaling.divides, self.optimizers)):
             return False
         self._check_untouched("step")
+        layout.conform(self.optimizers)
         batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
-        self._check_dtypes(batches)
-        if any(batch.dtype is not torch.float32 or batch.layout for of_one in batches for batch in of_one):
-            return False
-        device = next((batch.device for of_one in batches for batch in of_one), torch.device("cpu"))
-        self._make_scale(device)
-        self._divisor = self._factor(device) * max(1, self.counted)
+        for of_one in batches:
+            for batch in of_one:
+                if batch.dtype is not torch.float32 or batch.layout:
+                    self._check_dtypes(batches)
+                    return False
+                self._make_scale(batch.device)
+        self._divisor = self.scale() * max(1, self.counted)
         self._look(batches, [{} for _ in batches], self._divisor)
         return True
 
     def divisor(self) -> Tensor | None:
         """By what the optimizers divide gradients, 0-dim; None where they take them as they are."""
         divisor = self._divisor
-        if divisor is None or (divisor.device.type == "cpu" and divisor.item() == 1.0):
-            return None
+        if isinstance(divisor, float):
+            return None if divisor == 1.0 else gradients.number(divisor, self._device())
         return divisor
 
     def _make_scale(self, device: torch.device) -> None:
@@ -106,32 +143,53 @@ class Window(MicroBatches):
     def look_again(self) -> None:
         """Check gradients that the user has unscaled once more: a change of theirs may leave no trace."""
         self._earlier += [flag for of_one in self._flags for flag in of_one.values()]
+        layout.conform(self.optimizers)
         batches = [gradients.collect(optimizer, allow_fp16=True) for optimizer in self.optimizers]
         first = self._measured
         self._look(batches, [{} for _ in batches])
         self._changed, self._measured = self._measured, first
 
     def _look(
-        self, batches: Sequence[Sequence[Batch]], flags: list[Flags], divisor: Tensor | None = None
+        self, batches: Sequence[Sequence[Batch]], flags: list[Flags], divisor: float | Tensor | None = None
     ) -> None:
         """Measure gradients as they are when they are divided by ``divisor``, and set what is not fine."""
-        measured: list[Any] = []
-        limits = [bound(optimizer) for optimizer in self.optimizers]
-        self._too_large, self._fault = [limit.reason for limit in limits], None
-        with torch.no_grad():
-            for number, (optimizer, of_one) in enumerate(zip(self.optimizers, batches, strict=True)):
-                limit = limits[number]
-                if divisor is None:
-                    found = measure(of_one, limit)
+        self._measured, self._too_large, self._fault = (), [], None
+        self._is_fine = True
+        with _torch.NoGrad():
+            for number, of_one in enumerate(batches):
+                limit = bound(self.optimizers[number])
+                self._too_large.append(limit.reason)
+                fine = fine_total(of_one, divisor, limit) if isinstance(divisor, float) else None
+                if fine is not None:
+                    self._measured += (fine,)
+                    flags[number][fine.device] = _FINE
+                    dtypes: Collection[torch.dtype] = _ONLY_FLOAT32
                 else:
-                    found = measured_divided(of_one, divisor, limit)
-                    self_scaling.flag_useless(flags[number], divisor)
-                if any(isinstance(part, Part) for part in found):
-                    found = placed(found, self._places_of(number))
-                flag_(flags[number], found)
-                measured += found
-                self._fault = self._fault or fault(optimizer, {batch.dtype for batch in of_one})
-        self._flags, self._measured = flags, tuple(measured)
+                    self._is_fine = False
+                    self._measured += self._look_closely(number, of_one, flags[number], limit, divisor)
+                    dtypes = {batch.dtype for batch in of_one}
+                self._fault = self._fault or fault(self.optimizers[number], dtypes)
+        self._is_fine = self._is_fine and self._fault is None
+        self._flags, self.batches = flags, batches
+
+    def _look_closely(
+        self,
+        number: int,
+        batches: Sequence[Batch],
+        flags: Flags,
+        limit: Bound,
+        divisor: float | Tensor | None,
+    ) -> Measured:
+        """`_look` at the gradients of one optimizer, where any of them may not be fine."""
+        if divisor is None:
+            found = measure(batches, limit)
+        else:
+            found = measured_divided(batches, divisor, limit)
+            self_scaling.flag_useless(flags, divisor)
+        if any(isinstance(part, Part) for part in found):
+            found = placed(found, self._places_of(number))
+        flag_(flags, found)
+        return found
 
     def _check_dtypes(self, batches: Sequence[Sequence[Batch]]) -> None:
         low = [
@@ -154,17 +212,20 @@ class Window(MicroBatches):
         """Whether unscaling met any gradient."""
         return any(self._flags)
 
-    def verdict(self, penalties: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """(refused, overflowed, has gradients), 0-dim float32, 1.0 or 0.0, the same on all ranks.
+    def verdict(self, penalties: Sequence[Tensor] = ()) -> Verdict:
+        """What is known of the gradients now, the same on all ranks.
 
-        Refused is a step of which any optimizer, on any rank, would write what is not finite; overflowed is
-        one for which the scale was too high. A rank without gradients takes part all the same.
+        A rank without gradients takes part all the same.
 
         Args:
             penalties: flags of gradients that a loss was made of, which overflowed under the scale.
         """
+        if self._is_fine and self.counted and not (self._reduce or self._earlier or self._overflowed):
+            return _GO
+        device = self._device()
+        if device.type == "cpu" and self._reduce is None:
+            return self._known_verdict(penalties)
         flags = [flag for of_one in self._flags for flag in of_one.values()]
-        device = self._device(flags)
         refused = gradients.any_flag(flags, device)
         overflowed = gradients.any_flag([refused, *self._earlier], device)
         failed = gradients.number(0.0, device)
@@ -182,18 +243,38 @@ class Window(MicroBatches):
         overflowed = overflowed * (failed <= 0)  # a lower scale would not have helped a forward that failed
         if self._overflowed:
             overflowed.fill_(1.0)
-        return refused, overflowed, present
+        if device.type == "cpu":
+            return Verdict(*(bool(flag.item()) for flag in (refused, overflowed, present)))
+        return Verdict(refused, overflowed, present)
+
+    def _known_verdict(self, penalties: Sequence[Tensor]) -> Verdict:
+        """`verdict` of a single rank on the CPU, without a kernel for each answer."""
+        refused = present = False
+        for flags in self._flags:
+            for flag in flags.values():
+                present = True
+                refused = refused or (flag is not _FINE and bool(flag.item()))
+        overflowed = refused or any(flag.item() for flag in self._earlier)
+        if overflowed and self.scaler is not None and self._losses:
+            finite = all(math.isfinite(loss.item()) for loss in self._losses)
+            overflowed = finite or any(flag.item() for flag in penalties)
+        if self._fault is not None or (self.dropped and not self.counted):
+            refused = True
+        return Verdict(refused, overflowed or self._overflowed, present)
 
     def vote(self, value: float) -> float:
         """Take part in a `verdict` of other ranks, with ``value``; what it says of a refusal."""
-        flags = torch.full((4,), value, device=self._device(()))
+        flags = torch.full((4,), value, device=next(self.parameters()).device)
         if self._reduce is not None:
             self._reduce(flags)
         return flags[0].item()
 
-    def _device(self, flags: Sequence[Tensor]) -> torch.device:
+    def _device(self) -> torch.device:
         """Where a flag for all ranks lies: a group may not know CPU tensors."""
-        return flags[0].device if flags else next(self.parameters()).device
+        for flags in self._flags:
+            for device in flags:
+                return device
+        return next(self.parameters()).device
 
     def clip(self, max_norm: float) -> None:
         """Multiply the gradients by max_norm / norm where that is below 1, or have the optimizers do it.
@@ -209,9 +290,13 @@ class Window(MicroBatches):
             factor: Any = max_norm / norm
         else:
             factor = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-        if self._divisor is not None:
+        divisor = self._divisor
+        if divisor is not None:
             # In float64, and rounded once, whether the norm is a number or a tensor.
-            self._divisor = (self._divisor.to(gradients.widest(self._divisor.device)) / factor).float()
+            if isinstance(divisor, Tensor):
+                divisor = divisor.to(gradients.widest(divisor.device))
+            quotient = divisor / factor
+            self._divisor = quotient.float() if isinstance(quotient, Tensor) else quotient
             return
         for optimizer in self.optimizers:
             for batch in gradients.collect(optimizer, allow_fp16=True):
@@ -223,18 +308,24 @@ class Window(MicroBatches):
         self._used = None
         return self.scale()
 
-    def update_scale(self, refused: Tensor, overflowed: Tensor) -> None:
+    def update_scale(self, refused: bool | Tensor, overflowed: bool | Tensor) -> None:
         """Adjust the scale after the step. One that was refused for another reason leaves it as it is."""
         if self.scaler is None:
             return
-        self._make_scale(overflowed.device)
+        device = overflowed.device if isinstance(overflowed, Tensor) else torch.device("cpu")
+        self._make_scale(device)
+        if isinstance(overflowed, bool):
+            if refused and not overflowed:
+                self.scaler._forget_iteration()
+                return
+            overflowed = gradients.number(overflowed, device)
         state = self.scaler._per_optimizer_states[id(self)]
-        state["found_inf_per_device"] = {overflowed.device: overflowed}
-        held = (refused != 0) & (overflowed == 0)
-        if overflowed.device.type == "cpu":
-            self.scaler.update() if not held.item() else self.scaler._forget_iteration()
+        state["found_inf_per_device"] = {device: overflowed}
+        if device.type == "cpu":
+            self.scaler.update()
             return
-        moves = [self.scaler._scale, self.scaler._growth_tracker, self.scaler._memory.on(held.device)]
+        held = (overflowed == 0) & (refused != 0)
+        moves = [self.scaler._scale, self.scaler._growth_tracker, self.scaler._memory.on(device)]
         before = [(tensor, tensor.clone()) for tensor in moves if tensor is not None]
         self.scaler.update()
         for tensor, value in before:
@@ -293,7 +384,7 @@ class Window(MicroBatches):
         """With the gradients: a copy of a parameter has none."""
         grads = [] if self.is_fresh else [parameter.grad for parameter in self.parameters()]
         untouched = self._marks is None or same(self._marks, marks_of(self.parameters()))
-        hidden = {"_marks": None, "_scale_mark": None}
+        hidden = {"_marks": None, "_scale_mark": None, "batches": ()}
         return {**self.__dict__, **hidden, "_grads": grads, "_untouched": untouched}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ class Windows:
     ) -> None:
         self._models, self._optimizers = models, optimizers
         self._precision, self._drops, self._group = precision, drops, group
+        self._all: Key = tuple(range(len(optimizers)))
         self._names = Names(models)
         self._sizes = self._count()
         self._windows: dict[Key, Window] = {}
@@ -58,7 +59,7 @@ class Windows:
         Raises:
             StepError: one has, or the optimizer is not of this Amp.
         """
-        key = tuple(range(len(self._optimizers)))
+        key = self._all
         if optimizer is not None:
             key = tuple(place for place, known in enumerate(self._optimizers) if known is optimizer)
             if not key:
@@ -66,7 +67,9 @@ class Windows:
                     "this optimizer is none of those that the Amp was made with; pass it to Amp(...)"
                 )
         for other_key, other in self._windows.items():
-            if must_be_alone and other_key != key and not other.is_fresh and set(other_key) & set(key):
+            if other_key == key or not must_be_alone:
+                continue
+            if not other.is_fresh and set(other_key) & set(key):
                 raise StepError(
                     "gradients of another window, that shares an optimizer with this one, wait for their "
                     "step; call step() or flush() with the same optimizer argument as their backward first"
@@ -90,10 +93,8 @@ class Windows:
     def _reduce(self, flags: Tensor) -> None:
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self._group)
 
-    def _count(self) -> tuple[int, ...]:
-        return tuple(
-            len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups
-        )
+    def _count(self) -> list[int]:
+        return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _check_sizes(self) -> None:
         """Look at the parameters again if an optimizer was given more."""
@@ -110,6 +111,14 @@ class Windows:
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
             self._others[key] = [p for group in groups for p in group["params"] if id(p) not in mine]
         return self._others[key]
+
+    def others_gradients(self, window: Window) -> list[tuple[Tensor, Tensor | None]]:
+        """Those parameters, each with its gradient, which a backward for ``window`` writes over."""
+        if len(window.optimizers) == len(self._optimizers):
+            return []
+        before = [(other, other.grad) for other in self.others(window) if other.requires_grad]
+        # A view may be of memory that this backward writes to.
+        return [(p, g.clone() if g is not None and g._is_view() else g) for p, g in before]
 
     def nothing_waits(self) -> bool:
         """Whether no window has gradients."""

@@ -1,0 +1,115 @@
+"""Every private name of torch's optimizers that floatplan uses, each with its reason.
+
+Checked on torch 2.13.0; the names are the same in the sources of 2.11.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
+
+# --- Hooks ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _has_foreign_hooks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a hook for all optimizers is not floatplan's. Numbers of hooks are never given out again."""
+    hooks = [_global_optimizer_pre_hooks.get(number) for number in before]
+    hooks += [_global_optimizer_post_hooks.get(number) for number in after]
+    return any(getattr(hook, "__module__", "").partition(".")[0] != "floatplan" for hook in hooks)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything but floatplan runs before or after the ``step`` of ``optimizer``."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            return True
+    return _has_foreign_hooks(tuple(_global_optimizer_pre_hooks), tuple(_global_optimizer_post_hooks))
+
+
+def call_step_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks for all optimizers that come before a step without arguments."""
+    for hook in _global_optimizer_pre_hooks.values():
+        hook(optimizer, (optimizer,), {})
+
+
+def call_step_post_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks for all optimizers that come after a step without arguments."""
+    for hook in _global_optimizer_post_hooks.values():
+        hook(optimizer, (optimizer,), {})
+
+
+# --- The step -----------------------------------------------------------------------------------------
+
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_WITHOUT_GRAD = _use_grad_for_differentiable(lambda: None).__code__
+_SCHEDULERS_FILE = torch.optim.lr_scheduler.__file__
+
+
+def is_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step``, of a class of torch, is torch's own, as far as its wrappers.
+
+    Those that it is made with, and that of a scheduler, which notes that a step was called. Whoever
+    replaces ``step`` in the class or in the object wants to be called.
+    """
+    function: Any = type(optimizer).step
+    own = vars(optimizer).get("step")
+    if own is not None and not (
+        getattr(own, "_wrapped_by_lr_sched", False)
+        and own.__wrapped__ is function
+        and own.__code__.co_filename == _SCHEDULERS_FILE
+    ):
+        return False
+    for code in (_HOOKED, _WITHOUT_GRAD):
+        if getattr(function, "__code__", None) is not code:
+            return False
+        function = function.__wrapped__
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return bool(function.__module__.startswith("torch.optim.") and function.__code__.co_filename == file)
+
+
+def step_was_called(optimizer: torch.optim.Optimizer) -> None:
+    """Note it as the wrapper of a scheduler does, which warns where none was before its own step."""
+    if "step" in vars(optimizer):
+        vars(optimizer)["_opt_called"] = True
+
+
+def profiles() -> bool:
+    """Whether a profiler of torch is on."""
+    return torch._C._autograd._profiler_enabled()
+
+
+# --- Kernels --------------------------------------------------------------------------------------------
+
+# What the fused optimizers call after all their checks; nothing public runs them.
+fused_adam_, fused_adamw_, fused_sgd_ = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
+
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+
+
+def add_one_(counts: list[torch.Tensor]) -> None:
+    """``count += 1`` for 0-dim float32 tensors on the CPU.
+
+    ``_foreach_add_`` there runs a kernel for each and takes four times as long as this one, which computes
+    count - (-1) * 1.
+    """
+    fused_sgd_(
+        counts,
+        [_ONE] * len(counts),
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=-1.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
