@@ -314,6 +314,19 @@ def lacks_bf16_instructions() -> bool:
     return report is not None and not any(report().get(name) for name in names)
 
 
+# --- Modules ------------------------------------------------------------------------------------------
+
+
+def remove_forward_hook(handle: Any) -> None:
+    """Remove a hook on the forwards of all modules that is called with keywords.
+
+    ``handle.remove()`` forgets one of the three places in which torch (2.13) keeps it, and modules that are
+    compiled from then on warn of hooks that there are not.
+    """
+    handle.remove()
+    torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
 # --- Buffers ------------------------------------------------------------------------------------------
 
 

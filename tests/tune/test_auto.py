@@ -100,6 +100,7 @@ def test_measuring_leaves_no_trace(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not fp.cast_cache().copies
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_a_checkpoint_brings_its_choice_whatever_the_costs_say(prices: Path) -> None:

@@ -89,18 +89,16 @@ class Tracer:
                 self._note(self.trace.returned, module, output)
                 self.trace.entered[self._places[module]] += 1
 
-        handles = [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-        ]
+        entering = register_module_forward_pre_hook(enter)
+        leaving = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
         self.is_following = True
         try:
             with watched.watching(self), _compiler.uncompiled(), _torch.Watch(self._ran):
                 yield
         finally:
             self.is_following = False
-            for handle in handles:
-                handle.remove()
+            entering.remove()
+            _torch.remove_forward_hook(leaving)
             self._running.clear()
             self._cast.clear()
 
