@@ -21,6 +21,7 @@ Flags = dict[torch.device, torch.Tensor]
 """One 0-dim float32 tensor per device that holds gradients: not 0 if something there is not finite."""
 
 
+_MOST = FORMATS["fp32"].max
 _LOW = frozenset((torch.float16, torch.bfloat16))
 
 
@@ -207,7 +208,7 @@ def snapshot(tensor: torch.Tensor) -> float | torch.Tensor:
 
 def is_useless(scale: float) -> bool:
     """Whether 1/scale is 0 or not finite in float32."""
-    return scale == 0 or not math.isfinite(scale) or abs(1 / scale) > FORMATS["fp32"].max
+    return scale == 0 or not math.isfinite(scale) or abs(1 / scale) > _MOST
 
 
 def unusable(factor: torch.Tensor) -> torch.Tensor:
