@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from floatplan.step import checks, guard, layout, notes, saved
 from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import check_fresh, step_with_closure
 from floatplan.step.forwards import Forwards
-from floatplan.step.optimize import needs_function, step_all
+from floatplan.step.optimize import check_needs_no_function, step_all
 from floatplan.step.outputs import keep_float32
 from floatplan.step.penalties import Penalties
 from floatplan.step.precision import Precision as InForce
@@ -30,7 +30,7 @@ from floatplan.step.region import ForwardRegion
 from floatplan.step.settings import Settings
 from floatplan.step.window import Window
 from floatplan.step.windows import Windows
-from floatplan.tune.auto import ChoosingRegion
+from floatplan.tune.regions import Regions
 
 Precision = Literal["bf16", "fp16", "fp32", "auto"] | torch.dtype | Plan
 
@@ -93,16 +93,14 @@ class Amp:
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
         self._precision = InForce(precision, device_type, self.settings, scaler)
-        self.choice: Choice | None = None
-        self._region: AbstractContextManager[Any] = self._precision.region(self.models)
-        self._keeps_out = self._precision.keeps_out
+        self._regions = Regions(
+            self.models, self._precision, device_type, self.settings, len(self.optimizers), group
+        )
         self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
         self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
         self._penalties = Penalties()
-        self._precision.apply(self.models)
-        self._choosing = self._choose(device_type, group) if self._precision.is_auto else None
         layout.apply_settings(self.settings, self.models, self.optimizers)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
@@ -126,34 +124,19 @@ class Amp:
 
     # --- The region -----------------------------------------------------------------------------------
 
-    def _choose(self, device_type: str, group: Any) -> ChoosingRegion:
-        checks.check_bare(self.models)
-        device = next((p.device for model in self.models for p in model.parameters()), device_type)
-        self._region = choosing = ChoosingRegion(
-            self.models,
-            torch.device(device),
-            checks.low_format(device_type),
-            partial(self._precision.region, self.models),
-            self._settle_precision,
-            len(self.optimizers),
-            self.settings.costs,
-            group,
-        )
-        return choosing
-
-    def _settle_precision(self, plans: Sequence[Plan], precision: str, choice: Choice | None) -> None:
-        self._precision.settle(self.models, plans, precision)
-        self._region, self._choosing, self.choice = self._precision.region(self.models), None, choice
-        self._keeps_out = self._precision.keeps_out
+    @property
+    def choice(self) -> Choice | None:
+        """Why "auto" chose what it did; None before, where another rank did, and elsewhere."""
+        return self._regions.choice
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each model; empty where there is none, or "auto" has not chosen yet."""
-        return self._precision.plans(len(self.models))
+        return self._regions.plans
 
     def autocast(self) -> ForwardRegion:
         """The region of the forward. Running statistics are those to go back to if the step is skipped."""
-        return ForwardRegion(self._forwards, self._region, self._keeps_out)
+        return self._regions.of_forward(self._forwards)
 
     # --- The step -------------------------------------------------------------------------------------
 
@@ -244,12 +227,7 @@ class Amp:
             evaluated = self._evaluated(window, loss, said["clip_norm"])
             self._end_micro_batch(window, None)
             return self._closed(window, evaluated, said["schedulers"])
-        for one in window.optimizers:
-            if needs_function(one):
-                raise StepError(
-                    f"{type(one).__name__} evaluates the model several times in a step: pass a function that "
-                    "returns the loss, amp.step(lambda: loss_fn(model(x), y))"
-                )
+        check_needs_no_function(window.optimizers)
         if loss is not None:
             self._backward(window, loss, marks=self.accumulate > 1)
         checks.check_has_backward(window.is_open or window.is_unscaled, "step()")
@@ -310,13 +288,7 @@ class Amp:
         For penalties: scaled on the way through 16-bit formats. Arguments of ``torch.autograd.grad``.
         """
         return self._penalties.grad(
-            self._windows.scaler(),
-            outputs,
-            inputs,
-            grad_outputs,
-            create_graph,
-            retain_graph,
-            allow_unused,
+            self._windows.scaler(), outputs, inputs, grad_outputs, create_graph, retain_graph, allow_unused
         )
 
     def get_scale(self, *, optimizer: torch.optim.Optimizer | None = None) -> float:
@@ -350,9 +322,7 @@ class Amp:
         return self._closed(window, evidence, schedulers)
 
     def _evaluated(self, window: Window, loss_of: Callable[[], Tensor], clip_norm: float | None) -> Evidence:
-        def backward(loss: Tensor) -> None:
-            self._backward(window, loss, marks=False)
-
+        backward = partial(self._backward, window, marks=False)
         check_fresh(window)
         self._stepping = True
         try:
@@ -368,8 +338,7 @@ class Amp:
 
     def _end_micro_batch(self, window: Window, left_out: Evidence | None) -> None:
         self._forwards.end_micro_batch(left_out is not None)
-        if self._choosing is not None:
-            self._choosing.micro_batch_ended(window)
+        self._regions.micro_batch_ended(window)
 
     def _closed(self, window: Window, evidence: Evidence, schedulers: tuple[Any, ...]) -> StepResult:
         evidence.scale_after = window.next_scale()
@@ -400,13 +369,11 @@ class Amp:
         device, and for what waits for it: take the state of a scheduler after this one.
         """
         self._afterwards.settle()
-        if self._choosing is not None:
-            self._choosing.choose_for_state()
         return {
             "version": saved.VERSION,
             "windows": self._windows.state_dict(),
             "statistics": self._forwards.state_dict(),
-            "chosen": self._precision.chosen(),
+            "chosen": self._regions.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -415,13 +382,12 @@ class Amp:
         Raises:
             StepError: it is of another version, or of an Amp with other optimizers. Nothing has changed then.
         """
-        chosen = saved.chosen_in(state, self.models) if self._precision.is_auto else None
+        take_over = self._regions.checked(state)
 
         def others() -> None:
             self._afterwards.settle()
             self._forwards.load_state_dict(state["statistics"])
-            if chosen is not None:
-                self._settle_precision(chosen[1], chosen[0], None)
+            take_over()
 
         self._windows.load_state_dict(state, others)
 
@@ -431,7 +397,7 @@ class Amp:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._precision.restore(self.models)
+        self._regions.restore()
         guard.watch(self.optimizers, self)
 
     def __copy__(self) -> Amp:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from floatplan.errors import StepError
 from floatplan.scaling import fused, gradients, self_scaling
 from floatplan.scaling.gradients import Batch
 from floatplan.step import notes
@@ -68,10 +69,15 @@ def _looks_at_flag(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def needs_function(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``step`` cannot do without a function that evaluates the model, as of L-BFGS."""
-    kind: Any = type(optimizer)
-    return _needs_closure(kind)
+def check_needs_no_function(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise StepError where a ``step`` needs a function that evaluates the model, as that of L-BFGS."""
+    for optimizer in optimizers:
+        kind: Any = type(optimizer)
+        if _needs_closure(kind):
+            raise StepError(
+                f"{kind.__name__} evaluates the model several times in a step: pass a function that "
+                "returns the loss, amp.step(lambda: loss_fn(model(x), y))"
+            )
 
 
 @cache
