@@ -211,6 +211,15 @@ def shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return result
 
 
+def at_the_end_of_this_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the backward pass that is running is over; to be called from inside of one.
+
+    A pass inside of a pass has an end of its own. Nothing is called where the pass ends in an error. FSDP
+    and DDP of torch end their passes in this way.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 # --- Cast cache ---------------------------------------------------------------------------------------
 
 # A weak reference to a storage; while it is there, no other storage gets that address.
@@ -341,74 +350,3 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def copy_each_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``target.copy_(source)`` for each; an accelerator runs a few kernels for all of them."""
     torch._foreach_copy_(targets, sources)
-
-
-# --- Gradient scaling -----------------------------------------------------------------------------------
-
-
-def check_and_unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """``grad *= inv_scale`` for each, in float32; sets ``found_inf`` to 1 if one was not finite before.
-
-    The scaler's arithmetic must agree with torch's bit for bit, and on accelerators this is the one kernel
-    that reads the factor from the device. All of one device and dtype; not bfloat16, except on CPU.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def update_scale_(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """Back the scale off or let it grow, where it lies: the host is not asked."""
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-
-
-def at_the_end_of_this_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` when the backward pass that is running is over; to be called from inside of one.
-
-    A pass inside of a pass has an end of its own. Nothing is called where the pass ends in an error. FSDP
-    and DDP of torch end their passes in this way.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def multiply_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """``tensor *= factor`` for each of one device and dtype; a tensor factor is 0-dim.
-
-    Public functions take one tensor each.
-    """
-    torch._foreach_mul_(tensors, factor)
-
-
-def norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """L2 norm of each of n tensors of one device and dtype, shape (n,), added up in ``dtype``.
-
-    Public functions take one tensor each; an accelerator runs these in a few kernels for all.
-    """
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The values of all ``tensors``, of one device and dtype, end to end.
-
-    A view of each and ``torch.cat`` take half as long again.
-    """
-    joined: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    return joined
-
-
-class NoGrad:
-    """``torch.no_grad()`` in a fifth of the time, which is that of a small kernel."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)

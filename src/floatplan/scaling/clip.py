@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from floatplan import _torch
+from floatplan import _optim
 from floatplan.scaling import gradients, protocol
 from floatplan.scaling.changed import look_again
 from floatplan.scaling.gradients import Batch, Flags, is_dtensor
@@ -124,7 +124,7 @@ def norm_(scaler: GradScaler, target: Target, max_norm: float, p: float) -> torc
         with protocol.own_writes(scaler._per_optimizer_states.values()):
             for batch in batches:
                 here = factor if isinstance(factor, float) else gradients.to_device(factor, batch.device)
-                _torch.multiply_(_local(batch), here)
+                _optim.multiply_(_local(batch), here)
     return norm
 
 

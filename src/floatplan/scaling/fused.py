@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from floatplan import _optim, _torch
+from floatplan import _optim
 from floatplan.scaling.gradients import Batch, are_plain
 
 Group = dict[str, Any]
@@ -137,7 +137,7 @@ def step(optimizer: torch.optim.Optimizer, batches: Sequence[Batch], divisor: Te
         return False
     _optim.call_step_pre_hooks(optimizer)
     grads, at = batches[0].grads, 0
-    with _torch.NoGrad():
+    with _optim.NoGrad():
         for group, update in zip(groups, plan.updates, strict=True):
             count = len(group["params"])
             if count:

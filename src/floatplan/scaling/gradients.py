@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from floatplan import _torch
+from floatplan import _optim
 from floatplan.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -265,10 +265,10 @@ def unscale_(
             # so that the product is rounded once and the memory grows by one gradient.
             for grad in grads:
                 wide = grad.float()
-                _torch.check_and_unscale_([wide], flag, factor)
+                _optim.check_and_unscale_([wide], flag, factor)
                 grad.copy_(wide)
         else:
-            _torch.check_and_unscale_(grads, flag, factor)
+            _optim.check_and_unscale_(grads, flag, factor)
     return flags
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from floatplan import _torch
+from floatplan import _optim
 from floatplan.formats import FORMATS
 from floatplan.scaling.gradients import Batch, Flags, is_dtensor, number, to_device, unscale_, widest
 from floatplan.scaling.written import NO_BOUND, Bound
@@ -121,7 +121,7 @@ def _square(run: list[torch.Tensor]) -> float:
     if len(run) > 1 or flat.dim() != 1:
         if not flat.is_contiguous() and len(run) == 1:
             return float(torch.linalg.vector_norm(flat).item()) ** 2
-        flat = _torch.flat(run)
+        flat = _optim.flat(run)
     return torch.dot(flat, flat).item()
 
 
@@ -133,14 +133,14 @@ def _norm_here(batch: Batch, inv_scale: torch.Tensor | None = None, found_inf: A
     square = 0.0
     for run in _runs(batch.grads):
         if inv_scale is not None:
-            _torch.check_and_unscale_(run, found_inf, inv_scale)
+            _optim.check_and_unscale_(run, found_inf, inv_scale)
         square += _square(run)
     norm = math.sqrt(square)
     return _norm_in_float64(batch) if norm < _SQUARES_ARE_LOST else norm
 
 
 def _norm_in_float64(batch: Batch) -> float:
-    return math.hypot(*_torch.norms(batch.grads, torch.float64).tolist())
+    return math.hypot(*_optim.norms(batch.grads, torch.float64).tolist())
 
 
 def _total_on_cpu(batch: Batch) -> float:
@@ -148,23 +148,23 @@ def _total_on_cpu(batch: Batch) -> float:
     if batch.dtype is torch.float32:
         return _norm_here(batch)
     wide = torch.promote_types(batch.dtype, torch.float32)
-    pieces = [run[0] if len(run) == 1 else _torch.flat(run) for run in _runs(batch.grads)]
-    norm = math.hypot(*_torch.norms(pieces, wide).tolist())
+    pieces = [run[0] if len(run) == 1 else _optim.flat(run) for run in _runs(batch.grads)]
+    norm = math.hypot(*_optim.norms(pieces, wide).tolist())
     return _norm_in_float64(batch) if norm < _SQUARES_ARE_LOST and wide is torch.float32 else norm
 
 
 def _measure_on_cpu(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms in float32, which is cheap; the exact answer only when one is not finite, which is rare."""
     wide = torch.promote_types(dtype, torch.float32)
-    norms = _torch.norms([_shortened(tensor, wide) for tensor in tensors], wide).double()
+    norms = _optim.norms([_shortened(tensor, wide) for tensor in tensors], wide).double()
     finite = torch.isfinite(norms)
     if finite.all():
         small = norms < _SQUARES_ARE_LOST
         if wide is torch.float32 and small.any():
             again = [tensors[place] for place in small.nonzero().flatten().tolist()]
-            norms[small] = _torch.norms(again, torch.float64)
+            norms[small] = _optim.norms(again, torch.float64)
         return norms, finite
-    return _torch.norms(tensors, torch.float64), torch.isfinite(_peaks(tensors))
+    return _optim.norms(tensors, torch.float64), torch.isfinite(_peaks(tensors))
 
 
 def _measure(tensors: list[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,8 +172,8 @@ def _measure(tensors: list[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, t
     if batch.device.type == "cpu":
         return _measure_on_cpu(tensors, batch.dtype)
     if batch.device.type == "mps":  # has no float64
-        return _torch.norms(tensors, torch.float32), torch.isfinite(_peaks(tensors))
-    norms = _torch.norms(tensors, torch.float64)
+        return _optim.norms(tensors, torch.float32), torch.isfinite(_peaks(tensors))
+    norms = _optim.norms(tensors, torch.float64)
     if batch.dtype is torch.float64:
         return norms, torch.isfinite(_peaks(tensors))
     return norms, torch.isfinite(norms)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from floatplan import _torch
+from floatplan import _optim
 from floatplan.formats import FORMATS
 from floatplan.scaling.gradients import widest
 
@@ -168,7 +168,7 @@ def advance_(
     bad = found_inf != 0
     best.clamp_(min=scale.masked_fill(bad, 0.0))
     if limits.hysteresis == 1 and limits.regrowth_interval is None:
-        _torch.update_scale_(
+        _optim.update_scale_(
             scale, growth_tracker, found_inf, factors.growth, factors.backoff, factors.interval
         )
     else:

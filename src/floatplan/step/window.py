@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from floatplan import _torch
+from floatplan import _optim
 from floatplan.errors import StepError
 from floatplan.scaling import gradients, self_scaling
 from floatplan.scaling.gradients import Batch, Flags
@@ -155,7 +155,7 @@ class Window(MicroBatches):
         """Measure gradients as they are when they are divided by ``divisor``, and set what is not fine."""
         self._measured, self._too_large, self._fault = (), [], None
         self._is_fine = True
-        with _torch.NoGrad():
+        with _optim.NoGrad():
             for number, of_one in enumerate(batches):
                 limit = bound(self.optimizers[number])
                 self._too_large.append(limit.reason)
