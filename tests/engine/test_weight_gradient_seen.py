@@ -139,3 +139,18 @@ def test_a_backward_with_a_graph() -> None:
         torch.testing.assert_close(found, plain, rtol=0.02, atol=0.5)
     assert pair.layer.weight.grad is not None
     assert torch.equal(pair.layer.weight.grad, torch.ones(OUT, IN))
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_backward_that_is_compiled(filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written where torch's compiled autograd traces, and hooks and ``.grad`` are its own."""
+    asked = []
+    monkeypatch.setattr(_torch, "has_hooks", lambda node: bool(asked.append(node)))
+    pair = Pair(4)
+    pair.layer.weight.grad = torch.ones(OUT, IN) if filled else None
+    with region():
+        y = pair.layer(pair.x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward(pair.g)
+    assert_exact(pair.weight_grad, pair.of_weight + float(filled))
+    assert not asked
