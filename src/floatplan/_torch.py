@@ -285,6 +285,8 @@ class Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):  # torch.cond and its like have no schema
+            return func(*args, **(kwargs or {}))
         if self._before is not None:
             self._before(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -342,8 +344,11 @@ def remove_forward_hook(handle: Any) -> None:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of ``module`` itself, by name: the dict that the module keeps, for all of its life.
 
-    ``getattr`` takes ten times as long, and every step asks.
+    ``getattr`` takes ten times as long, and every step asks. A TorchScript program keeps no such dict; it
+    writes to its buffers in place.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return dict(module.named_buffers(recurse=False))
     return module._buffers
 
 

@@ -150,3 +150,19 @@ def test_gradients_that_wait_in_a_bucket_survive_another_window() -> None:
                 sums[at] = []
     for mine, other in ((g, plain_g), (d, plain_d)):
         torch.testing.assert_close(weights(mine), weights(other), rtol=1e-5, atol=1e-6)
+
+
+def test_a_torchscript_program_in_the_model_is_trained() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
+        inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = nn.Sequential(inner, nn.Linear(4, 1))
+    amp = fp.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for factor, is_taken in ((float("nan"), False), (1.0, True)):
+        with amp.autocast():
+            loss = model(torch.randn(8, 4)).float().square().mean() * factor
+        assert bool(amp.step(loss)) is is_taken
+        same = all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+        assert same is not is_taken

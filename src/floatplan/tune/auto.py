@@ -103,12 +103,12 @@ class ChoosingRegion:
         """Choose now, if all is seen: a state should have it. Of several ranks, one may ask alone: later."""
         if self._is_complete and self._group is None:
             with self._lock:
-                self._choose()
+                if not self.is_settled:  # another thread may have chosen meanwhile
+                    self._choose()
 
     def _choose(self) -> None:
         tracer = self._tracer
         assert tracer is not None
-        self.is_settled, self._tracer = True, None
         choice: Choice | None = None
         said: list[Any] = [None]
         if self._group is None or torch.distributed.get_rank(self._group) == 0:
@@ -119,12 +119,18 @@ class ChoosingRegion:
             torch.distributed.broadcast_object_list(said, src=first, group=self._group)
         texts, precision = said[0]
         self._settle([Plan.parse(text) for text in texts], precision, choice)
+        self.is_settled, self._tracer = True, None  # not before: who was interrupted chooses later
 
     def _measured(self, tracer: Tracer) -> tuple[tuple[Plan, ...], Choice]:
         costs = Costs(self._device, self._low, self._folder)
         devices = [self._device] if self._device.type == "cuda" else []
         kept = torch.random.fork_rng(devices=devices)  # no random number of the user's is used up
-        with kept, torch.enable_grad(), autocast(self._device.type, self._low, enabled=False):
+        with (
+            tracer.paused(),
+            kept,
+            torch.enable_grad(),
+            autocast(self._device.type, self._low, enabled=False),
+        ):
             plans, choice = choose(self._models, tracer.trace, self._low, costs)
         return plans, replace(choice, costs=costs.keep())
 

@@ -26,6 +26,11 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has a shape and strides; a nested one says that it is strided, and has neither."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 class CallError(FloatplanError):
     """A call that cannot be made again from what is known of it."""
 
@@ -56,8 +61,9 @@ class TensorSpec:
         Raises:
             CallError: it is not a plain dense tensor.
         """
-        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise CallError(f"a {type(tensor).__name__} of layout {tensor.layout}")
+        if not is_dense(tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
+            nested = "nested " if tensor.is_nested else ""
+            raise CallError(f"a {nested}{type(tensor).__name__} of layout {tensor.layout}")
         strides = None if tensor.is_contiguous() else tuple(tensor.stride())
         bounds = None
         if tensor.dtype in INTEGERS and tensor.numel():

@@ -103,7 +103,7 @@ def choose(
     decisions = [_decisions(tree, around) for tree in trees]
     uniform = LOW if all_low <= WORTH_IT * full else FULL
     of_uniform = (full, all_low)[uniform]
-    if chosen > WORTH_MIXING * of_uniform:
+    if chosen > WORTH_MIXING * of_uniform or _share_modules(models):  # a module has one region only
         around, chosen = uniform, of_uniform
         decisions = [dict.fromkeys(found, uniform) for found in decisions]
     formats = ("fp32", name)
@@ -131,6 +131,12 @@ def choose(
         costs="",
     )
     return plans, choice
+
+
+def _share_modules(models: Sequence[nn.Module]) -> bool:
+    """Whether a module is in two of the models."""
+    modules = [module for model in models for module in model.modules()]
+    return len(set(modules)) < len(modules)
 
 
 def _tree(number: int, model: nn.Module, trace: Trace, low: torch.dtype, costs: Costs) -> _Node:

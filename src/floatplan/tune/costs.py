@@ -135,8 +135,12 @@ class Costs:
             with tempfile.NamedTemporaryFile(
                 "w", encoding="utf-8", dir=self.path.parent, suffix=".tmp", delete=False
             ) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, self.path)
+                written = Path(file.name)
+            try:
+                written.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                os.replace(written, self.path)
+            finally:
+                written.unlink(missing_ok=True)
         except OSError as error:
             return f"not kept: {self.path} could not be written, {error.strerror or error}"
         return f"kept in {self.path}"

@@ -20,7 +20,7 @@ from floatplan.engine.kernels import CASTS
 from floatplan.engine.trees import tensors_in
 from floatplan.engine.watched import Met
 from floatplan.policy import OpClass, Policy, packet
-from floatplan.tune.calls import CallError, OperatorCall, TensorSpec
+from floatplan.tune.calls import CallError, OperatorCall, TensorSpec, is_dense
 
 Place = tuple[int, str] | None
 """Where a call was made: number of the model and name of the module; None outside of all."""
@@ -79,12 +79,13 @@ class Tracer:
             if threading.get_ident() == thread:
                 self._running.append(module)
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, *rest: Any) -> None:
             if threading.get_ident() != thread or module not in self._running:
                 return
             while self._running.pop() is not module:
                 pass  # left by an exception that the model caught
-            if module in self._places:
+            if module in self._places and len(rest) == 2:  # one that raised: torch (2.13) has no kwargs
+                kwargs, output = rest
                 self._note(self.trace.given, module, (args, kwargs))
                 self._note(self.trace.returned, module, output)
                 self.trace.entered[self._places[module]] += 1
@@ -102,13 +103,22 @@ class Tracer:
             self._running.clear()
             self._cast.clear()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is taken down in this context, as of measurements while a region around is followed."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
     def _place(self) -> Place:
         return next((self._places[one] for one in reversed(self._running) if one in self._places), None)
 
     def _note(self, into: dict[Place, Counter[TensorSpec]], module: nn.Module, tree: Any) -> None:
         counter = into.setdefault(self._places[module], Counter())
         for tensor in tensors_in(tree):
-            if tensor.is_floating_point() and tensor.layout is torch.strided:
+            if tensor.is_floating_point() and is_dense(tensor):
                 counter[TensorSpec(tensor.dtype, tuple(tensor.shape), None, tensor.requires_grad)] += 1
 
     # --- Operators ------------------------------------------------------------------------------------
@@ -117,7 +127,7 @@ class Tracer:
         self, met: Met, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """See `floatplan.engine.watched.Watcher`."""
-        if self._inside or packet(met.overload) in CASTS:
+        if self._inside or packet(met.overload) in CASTS or _in_backward():
             return run()
         policy = Policy.torch(met.device_type) if met.policy is None else met.policy
         op_class = policy.class_of(met.overload)
@@ -131,7 +141,7 @@ class Tracer:
             self._inside -= 1
 
     def _ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self._inside or packet(operator.name()) in CASTS or operator.is_view:
+        if self._inside or packet(operator.name()) in CASTS or operator.is_view or _in_backward():
             return
         if any(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
             self._inside += 1
@@ -172,3 +182,8 @@ class Tracer:
     @staticmethod
     def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs, as of a step in the region: an operator's cost has its own in it."""
+    return _torch.running_node() is not None

@@ -47,6 +47,7 @@ class Birth:
         is_meant: the code wrote it down; no fault.
         chain: names of the modules that passed it on.
         is_of_optimizer: it lies in the state of the optimizer.
+        is_unknown: it came from where nobody looked.
     """
 
     where: str
@@ -56,6 +57,7 @@ class Birth:
     is_meant: bool = False
     chain: list[str] = field(default_factory=list)
     is_of_optimizer: bool = False
+    is_unknown: bool = False
 
     def passes(self, module: str) -> None:
         """It is passed on in ``module``."""
@@ -90,7 +92,7 @@ def faults(tensor: Tensor) -> tuple[bool, bool, bool]:
 
 def is_number(tensor: Tensor) -> bool:
     """Whether values of ``tensor`` can be looked at, and can be other than finite."""
-    is_dense = tensor.layout is torch.strided and not tensor.is_meta
+    is_dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
     return is_dense and (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -138,6 +140,26 @@ class Births:
     def of(self, tensor: Tensor) -> Birth | None:
         """Where what is not finite in ``tensor`` comes from."""
         return self._of_storage.get(_place(tensor))
+
+    def blamed_for(self, tensor: Tensor) -> Birth | None:
+        """Where what is not finite in a loss or a gradient comes from; None if nobody saw.
+
+        There, an infinity that was meant is a fault, too.
+        """
+        birth = self.of(tensor)
+        if birth is None:
+            return next((one for one in self.all if not one.is_meant), None)
+        if not birth.is_meant:
+            return birth
+        said = f"that {birth.op} wrote down" if birth.op else "that was there before, as a mask is,"
+        cause = Cause(
+            f"an infinity {said} reached the loss or a gradient",
+            "leave what it stands for out of the loss, or mask with a large finite number",
+        )
+        where, module = birth.where, birth.module
+        if module == OUTSIDE:
+            where, module = "loss", ""
+        return Birth(where, module, birth.op, cause)
 
     def explained(self, error: Exception) -> Birth | None:
         """What the arguments of the operator that raised ``error`` say of it; None if nothing."""
@@ -246,7 +268,7 @@ class Births:
             "a tensor that was not made in this step holds " + ("NaN" if has_nan else "inf"),
             "look where it is made",
         )
-        birth = Birth(where, module, cause=cause, is_meant=not (has_nan or has_inf))
+        birth = Birth(where, module, cause=cause, is_meant=not (has_nan or has_inf), is_unknown=True)
         if not birth.is_meant:
             self.all.append(birth)
         self._set(tensor, birth)

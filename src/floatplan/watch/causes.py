@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,12 +45,13 @@ def cause_of(operator: Any, args: Any, kwargs: Any, result: Tensor, forward_of: 
         forward_of: in a backward, the operator whose derivative this is a part of.
     """
     name = packet(operator.name()).removeprefix("aten::").rstrip("_")
-    given = [t.detach() for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    given = [t.detach() for t in tensors_in((args, kwargs)) if t.dtype is not torch.bool]
     infinite = [number for number in _numbers(args, kwargs) if not math.isfinite(number)]
     if forward_of is not None and (slope := _slope(forward_of, name)):
         return Cause(slope, "keep its input away from there, as with .clamp_min(1e-12) or an eps inside")
     explain = _EXPLAINED.get(name)
-    said = explain(given, args) if explain is not None else None
+    has_order = not any(t.is_complex() for t in given)
+    said = explain(given, args) if explain is not None and given and has_order else None
     if said is not None:
         return said
     if infinite:
@@ -58,6 +60,9 @@ def cause_of(operator: Any, args: Any, kwargs: Any, result: Tensor, forward_of: 
     if overflow is not None:
         return overflow
     kind = "NaN" if bool(result.isnan().any()) else "inf"
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in given):
+        text = f"{operator.name()} made {kind} of an infinity, as 0 * inf and inf - inf do"
+        return Cause(text, "keep the infinity out of it: mask with a large finite number")
     text = f"{operator.name()} returned {kind} for finite numbers, in float64, too"
     return Cause(text, "look at its arguments")
 
@@ -126,14 +131,43 @@ def _logarithm(given: list[Tensor], args: Any) -> Cause | None:
     return None
 
 
-def _quotient(given: list[Tensor], args: Any) -> Cause | None:
-    if len(given) < 2:
-        return Cause("a division by 0", "add an eps to the divisor") if args[1] == 0 else None
-    above, below = given[:2]
-    if not bool((below == 0).any()):
+def _logarithm_of_more(given: list[Tensor], args: Any) -> Cause | None:
+    """Of log1p."""
+    return _logarithm([given[0].double() + 1], args)
+
+
+def _logarithm_of_second(given: list[Tensor], args: Any) -> Cause | None:
+    """Of xlogy, which is x * log(y)."""
+    return _logarithm([args[1].detach()], args) if isinstance(args[1], Tensor) else None
+
+
+def _log_odds(given: list[Tensor], args: Any) -> Cause | None:
+    if bool(((given[0] == 0) | (given[0] == 1)).any()):
+        return Cause("the log-odds of 0 or 1", "give it an eps: torch.logit(x, eps=1e-6)")
+    return _outside(given, args, 0)
+
+
+def _outside(given: list[Tensor], args: Any, least: int) -> Cause | None:
+    """Of a function that is defined from ``least`` to 1."""
+    bad = given[0][(given[0] < least) | (given[0] > 1)]
+    if not bad.numel():
         return None
-    both = bool(((above == 0) & (below == 0)).any())
+    text = f"it was given {float(bad[0]):.6g}, and is defined from {least} to 1"
+    return Cause(text, f"clamp it: x.clamp({least}, 1)")
+
+
+def _quotient(given: list[Tensor], args: Any) -> Cause | None:
+    above, below = args[:2]  # numbers, or tensors of any dtype
+    zero = below == 0
+    if not (bool(zero.any()) if isinstance(zero, Tensor) else zero):
+        return None
+    both = bool(((above == 0) & zero).any())
     return Cause("0/0" if both else "a division by 0", "add an eps to the divisor, or clamp it")
+
+
+def _added_quotient(given: list[Tensor], args: Any) -> Cause | None:
+    """Of addcdiv."""
+    return _quotient(given, args[1:])
 
 
 def _root(given: list[Tensor], args: Any) -> Cause | None:
@@ -154,14 +188,17 @@ def _inverse(given: list[Tensor], args: Any) -> Cause | None:
     return Cause("a division by 0", "add an eps to the divisor") if bool((given[0] == 0).any()) else None
 
 
-def _exponential(given: list[Tensor], args: Any) -> Cause | None:
-    largest = float(given[0].max())
-    if largest > 88.8:
-        return Cause(
-            f"exp({largest:.4g}), which no 32-bit format holds",
-            "subtract the largest value first, as softmax and logsumexp do",
-        )
-    return None
+def _exponential(name: str, limit: float) -> Callable[[list[Tensor], Any], Cause | None]:
+    """Of a function that grows as exp does, and leaves float32 at ``limit``."""
+
+    def explain(given: list[Tensor], args: Any) -> Cause | None:
+        worst = float((given[0].abs() if name in ("sinh", "cosh") else given[0]).max())
+        if worst <= limit:
+            return None
+        fix = "subtract the largest value first, as softmax and logsumexp do"
+        return Cause(f"{name}({worst:.4g}), which no 32-bit format holds", fix)
+
+    return explain
 
 
 def _softmax(given: list[Tensor], args: Any) -> Cause | None:
@@ -210,13 +247,34 @@ def _power(given: list[Tensor], args: Any) -> Cause | None:
     return None
 
 
+def _alignment(given: list[Tensor], args: Any) -> Cause | None:
+    """Of the CTC loss."""
+    fix = "leave such samples out, or nn.CTCLoss(zero_infinity=True)"
+    return Cause("a target that is longer than its input can spell", fix)
+
+
+def _direction(given: list[Tensor], args: Any) -> Cause | None:
+    """Of weight_norm."""
+    norms = torch.norm_except_dim(given[0], 2, args[2] if len(args) > 2 else 0)
+    return Cause("0/0: a direction of weight_norm is 0", "draw it anew") if bool((norms == 0).any()) else None
+
+
 _EXPLAINED: dict[str, Callable[[list[Tensor], Any], Cause | None]] = {
-    **dict.fromkeys(("log", "log2", "log10", "xlogy"), _logarithm),
+    **dict.fromkeys(("log", "log2", "log10"), _logarithm),
+    "log1p": _logarithm_of_more,
+    "xlogy": _logarithm_of_second,
+    "logit": _log_odds,
+    **dict.fromkeys(("acos", "asin", "atanh"), functools.partial(_outside, least=-1)),
+    "addcdiv": _added_quotient,
+    "_ctc_loss": _alignment,
+    "_weight_norm_interface": _direction,
     **dict.fromkeys(("div", "true_divide", "fmod", "remainder"), _quotient),
     "sqrt": _root,
     "rsqrt": _inverse_root,
     "reciprocal": _inverse,
-    **dict.fromkeys(("exp", "expm1", "exp2", "sinh", "cosh"), _exponential),
+    **{name: _exponential(name, 88.8) for name in ("exp", "expm1")},
+    **{name: _exponential(name, 89.4) for name in ("sinh", "cosh")},
+    "exp2": _exponential("exp2", 127.99),
     **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax"), _softmax),
     **dict.fromkeys(
         ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",

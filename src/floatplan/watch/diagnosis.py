@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from floatplan import _compiler, _torch
 from floatplan.checkpoint.random_states import RandomStates
-from floatplan.engine import Plan, autocast, cache
+from floatplan.engine import Plan, autocast
 from floatplan.engine.attach import carries_regions
 from floatplan.engine.full import full_precision
 from floatplan.engine.kernels import ensure_registered
@@ -21,9 +21,10 @@ from floatplan.errors import StepError
 from floatplan.formats import format_of
 from floatplan.policy import Policy
 from floatplan.records import Diagnosis
-from floatplan.watch.births import Birth, Births
+from floatplan.watch.births import Birth, Births, is_number
 from floatplan.watch.causes import Cause
 from floatplan.watch.modules import Modules
+from floatplan.watch.untouched import Buffers, gradients_aside, untouched
 
 SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
 """By which a loss in float16 is multiplied, until its gradients fit."""
@@ -75,7 +76,7 @@ def diagnose(
         raise TypeError(f"diagnose(model, closure) takes a torch.nn.Module, got {type(model).__name__}")
     region, name = _region(model, precision, policy)
     step = _Step(model, closure, inputs, targets, optimizer)
-    with _untouched(model, optimizer):
+    with untouched(model):
         return step.diagnose(region, name)
 
 
@@ -116,29 +117,6 @@ def _applied(plan: Plan, model: nn.Module, device: str) -> Iterator[None]:
         plan.remove(model)
 
 
-@contextmanager
-def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Everything that a step writes to is put back."""
-    parameters = list(model.parameters())
-    if optimizer is not None:
-        known = {id(p) for p in parameters}
-        parameters += [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random = RandomStates()
-    states = random.state_dict()
-    try:
-        with cache.set_aside():
-            yield
-    finally:
-        random.load_state_dict(states)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
 class _Step:
     """One step, run as often as it takes."""
 
@@ -154,7 +132,7 @@ class _Step:
         self._inputs, self._targets, self._optimizer = inputs, targets, optimizer
         self._random = RandomStates()
         self._states = self._random.state_dict()
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._buffers = Buffers(model)
 
     def diagnose(self, region: Callable[[], AbstractContextManager[Any]], name: str) -> Diagnosis:
         """Run it in ``region``, which is called ``name`` where its dtype has a name."""
@@ -185,9 +163,7 @@ class _Step:
 
     def _prepare(self) -> None:
         self._random.load_state_dict(self._states)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+        self._buffers.restore()
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -203,6 +179,7 @@ class _Step:
         device = next((p.device.type for p in self._model.parameters()), "cpu")
         ensure_registered(device, Policy.unified())
         modules.on_entry = lambda module, args: _mark_arguments(births, module, args)
+        modules.on_exit = lambda module, kwargs: _explain_arguments(births, module, kwargs)
         watch = _torch.Watch(births.ran, births.before)
         with watching(births), modules.followed(), _compiler.uncompiled(), watch:
             with region():
@@ -216,8 +193,9 @@ class _Step:
             _check(loss)
             value = float(loss.detach())
             if not torch.isfinite(loss.detach()).all():
-                return value, births.of(loss) or _last(births) or _LOST
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+                return value, births.blamed_for(loss) or _LOST
+            with gradients_aside(loss, self._model):
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
         return value, self._bad_gradient(births)
 
     def _mark(self, births: Births) -> None:
@@ -246,7 +224,7 @@ class _Step:
         for parameter in self._model.parameters():
             gradient = parameter.grad
             if gradient is not None and not _is_finite(gradient):
-                return births.of(gradient) or _last(births) or _LOST
+                return births.blamed_for(gradient) or _LOST
         return next((birth for birth in births.all if birth.is_of_optimizer), None)
 
     def _gradients(self) -> list[Tensor]:
@@ -259,7 +237,8 @@ class _Step:
             with _without_plan(self._model), _compiler.uncompiled():
                 with _float32(self._model):
                     loss = self._closure()
-                loss.backward()  # type: ignore[no-untyped-call]
+                with gradients_aside(loss, self._model):
+                    loss.backward()  # type: ignore[no-untyped-call]
         except Exception:
             return None
         return all(map(_is_finite, (loss, *self._gradients())))
@@ -283,8 +262,9 @@ class _Step:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    tensor = tensor.detach()
-    return bool(torch.isfinite(tensor._values() if tensor.is_sparse else tensor).all())
+    values = tensor.detach()
+    values = values._values() if values.is_sparse else values
+    return not is_number(values) or bool(torch.isfinite(values).all())
 
 
 _LOST = Birth(
@@ -301,10 +281,6 @@ def _check(loss: object) -> None:
     raise StepError(
         f"the closure must return the loss, one number with a graph, and call no backward; got {got}"
     )
-
-
-def _last(births: Births) -> Birth | None:
-    return next((birth for birth in births.all if not birth.is_meant), None)
 
 
 @contextmanager
@@ -342,10 +318,18 @@ def _of_state(module: str, name: str, tensor: Tensor, is_of_optimizer: bool = Fa
 
 
 def _mark_arguments(births: Births, module: str, args: Any) -> None:
-    what = f"arguments of {module}" if module else "the arguments of the model"
     for tensor in tensors_in(args):
         if births.of(tensor) is None:
-            births.mark([tensor], _of_batch(what, tensor))
+            births.mark([tensor], _of_batch(f"the arguments of {module}", tensor))
+
+
+def _explain_arguments(births: Births, module: str, kwargs: Any) -> None:
+    """What nobody knew the origin of, until the module had run, was among its keyword arguments."""
+    for tensor in tensors_in(kwargs):
+        birth = births.of(tensor)
+        if birth is not None and birth.is_unknown and not birth.is_meant and not _is_finite(tensor):
+            birth.where, birth.module = "input", ""
+            birth.cause = _of_batch(f"the arguments of {module}", tensor).cause
 
 
 def _rule(culprit: Birth, fine: bool | None) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from floatplan import _torch
+
 
 class Modules:
     """The modules whose forwards this thread is in, outermost first.
@@ -19,6 +21,7 @@ class Modules:
 
     Attributes:
         on_entry: called with the name and the positional arguments of a module that no other runs around.
+        on_exit: called with the name and the keyword arguments of such a module when it has run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,6 +32,7 @@ class Modules:
         self._model = model
         self._running: list[nn.Module] = []
         self.on_entry: Callable[[str, Any], None] | None = None
+        self.on_exit: Callable[[str, Any], None] | None = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -39,23 +43,31 @@ class Modules:
             if threading.get_ident() == thread:
                 self._running.append(module)
                 if self.on_entry is not None and len(self._running) == 1:
-                    self.on_entry(self.current_name, args)
+                    self.on_entry(self._called(module), args)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread and module in self._running:
-                while self._running.pop() is not module:
-                    pass  # left by an exception that the model caught
+        def leave(module: nn.Module, args: Any, *rest: Any) -> None:
+            if threading.get_ident() != thread or module not in self._running:
+                return
+            while self._running.pop() is not module:
+                pass  # left by an exception that the model caught
+            # After an exception torch (2.13) leaves the keyword arguments out.
+            if self.on_exit is not None and not self._running and len(rest) == 2:
+                self.on_exit(self._called(module), rest[0])
 
-        handles = [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        ]
+        entering = register_module_forward_pre_hook(enter)  # torch tells it of no keyword arguments
+        leaving = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            entering.remove()
+            _torch.remove_forward_hook(leaving)
             self._running.clear()
+
+    def _called(self, module: nn.Module) -> str:
+        """A name for a reader; the class of one that is not in the model, as a criterion."""
+        if module is self._model:
+            return "the model"
+        return self._names.get(id(module)) or type_name(module)
 
     @property
     def is_inside(self) -> bool:

@@ -1,0 +1,84 @@
+"""What a step writes to, and how it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from floatplan import _torch
+from floatplan.checkpoint.random_states import RandomStates
+from floatplan.engine import cache
+
+
+class Buffers:
+    """The buffers of a model as they are now: which tensors, and what they hold.
+
+    A forward may write to one, or put another in its place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (held, name, buffer, None if buffer is None else buffer.clone())
+            for held in map(_torch.buffers_of, model.modules())
+            for name, buffer in held.items()
+        ]
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            for held, name, buffer, before in self._kept:
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+                if held.get(name) is not buffer:
+                    held[name] = buffer
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """All that a step of ``model`` writes to is put back; of other gradients see `gradients_aside`.
+
+    Torch's anomaly mode, which raises at the first NaN, is off meanwhile.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers, random = Buffers(model), RandomStates()
+    states = random.state_dict()
+    try:
+        with cache.set_aside(), torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        random.load_state_dict(states)
+        buffers.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def gradients_aside(loss: Tensor, model: nn.Module) -> Iterator[None]:
+    """Leaves that ``loss`` was computed from, but for parameters of ``model``, have their gradients after it.
+
+    As those of another model, or of inputs: a backward would add to them.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    kept = [(leaf, leaf.grad) for leaf in _leaves(loss) if id(leaf) not in own]
+    try:
+        for leaf, _ in kept:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient in kept:
+            leaf.grad = gradient
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting.extend(following for following, _ in node.next_functions)
