@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import floatplan as fp
+from floatplan.errors import StepError
 
 INF, NAN = float("inf"), float("nan")
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -50,6 +51,8 @@ def of_loss(loss: Callable[[Tensor], Tensor]) -> fp.Diagnosis:
         (lambda x: torch.logit(x * 0), "log-odds"),
         (lambda x: (x * 0 + 2).acos(), "it was given 2, and is defined from -1 to 1"),
         (lambda x: torch.complex(x.float(), x.float()).div(x * 0).abs(), "for finite numbers"),
+        (lambda x: F.layer_norm(x * 0, (16,), eps=0.0), "an eps of 0"),
+        (lambda x: F.group_norm(x * 0, 2, eps=0.0), "an eps of 0"),
         (lambda x: x.float() @ torch.full((16, 16), INF), "of an infinity"),
     ],
 )
@@ -57,6 +60,34 @@ def test_a_cause_of_the_forward(change: Callable[[Tensor], Tensor], cause: str) 
     found = at_spot(change)
     assert (found.where, found.module) == ("forward", "spot")
     assert cause in found.cause
+
+
+@pytest.mark.parametrize("weight", [None, torch.zeros(5)])
+def test_a_mean_over_no_targets(weight: Tensor | None) -> None:
+    target = torch.full((6,), 2 if weight is not None else -100)
+    found = of_loss(lambda out: F.cross_entropy(out, target, weight=weight))
+    assert (found.where, "the mean of no targets" in found.cause) == ("loss", True)
+
+
+@pytest.mark.parametrize("way", ["fill_diagonal_", "scatter"])
+def test_a_mask_may_be_written_in_any_way(way: str) -> None:
+    def hide(x: Tensor) -> Tensor:
+        if way == "scatter":
+            return x.scatter(1, torch.arange(16).expand(6, 16), -INF).softmax(-1)
+        return x[:, :1].clone().fill_diagonal_(-INF).softmax(-1).expand(6, 16)
+
+    found = at_spot(hide)
+    assert (found.where, found.module, "mask hides" in found.cause) == ("forward", "spot", True)
+
+
+def test_float8_is_looked_at() -> None:
+    found = at_spot(lambda x: (x * 0 / 0).to(torch.float8_e4m3fn).to(x.dtype) + x)
+    assert (found.where, found.module, found.cause) == ("forward", "spot", "0/0")
+
+
+def test_a_complex_loss_is_refused() -> None:
+    with pytest.raises(StepError, match="complex64"):
+        of_loss(lambda out: torch.complex(out, out).sum())
 
 
 def test_a_target_that_ctc_cannot_spell() -> None:

@@ -25,7 +25,8 @@ FILLERS = frozenset(
     f"aten::{name}"
     for name in (
         "fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "where",
-        "index_fill", "index_fill_", "constant_pad_nd", "lift_fresh_copy", "scalar_tensor", "empty",
+        "index_fill", "index_fill_", "fill_diagonal_", "scatter", "scatter_", "constant_pad_nd",
+        "lift_fresh_copy", "scalar_tensor", "empty",
         "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_",
     )
 )  # fmt: skip
@@ -82,6 +83,8 @@ class _Before:
 
 def faults(tensor: Tensor) -> tuple[bool, bool, bool]:
     """Whether NaN, inf and -inf are among the values."""
+    if tensor.dtype.itemsize == 1:  # torch (2.13) looks at no float8
+        tensor = tensor.float()
     if not tensor.numel() or bool(torch.isfinite(tensor).all()):
         return False, False, False
     if tensor.is_complex():
@@ -93,7 +96,8 @@ def faults(tensor: Tensor) -> tuple[bool, bool, bool]:
 def is_number(tensor: Tensor) -> bool:
     """Whether values of ``tensor`` can be looked at, and can be other than finite."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
-    return is_dense and (tensor.is_floating_point() or tensor.is_complex())
+    is_known = tensor.dtype is not torch.float4_e2m1fn_x2  # which has neither
+    return is_dense and is_known and (tensor.is_floating_point() or tensor.is_complex())
 
 
 class Births:

@@ -63,7 +63,8 @@ def cause_of(operator: Any, args: Any, kwargs: Any, result: Tensor, forward_of: 
     if not all(bool(torch.isfinite(tensor).all()) for tensor in given):
         text = f"{operator.name()} made {kind} of an infinity, as 0 * inf and inf - inf do"
         return Cause(text, "keep the infinity out of it: mask with a large finite number")
-    text = f"{operator.name()} returned {kind} for finite numbers, in float64, too"
+    too = "" if result.is_complex() else ", in float64, too"
+    text = f"{operator.name()} returned {kind} for finite numbers{too}"
     return Cause(text, "look at its arguments")
 
 
@@ -221,6 +222,19 @@ def _norm(given: list[Tensor], args: Any) -> Cause | None:
     return None
 
 
+def _normalised(given: list[Tensor], args: Any) -> Cause | None:
+    """Of a layer norm or a group norm, whose last argument is its eps."""
+    if args[-1] != 0:
+        return None
+    return Cause("an eps of 0, and a variance that is 0 or nearly so", "give the norm an eps, such as 1e-5")
+
+
+def _no_target(given: list[Tensor], args: Any) -> Cause | None:
+    """Of a mean over targets that ends in NaN."""
+    text = "the mean of no targets: all are ignored, or weigh 0"
+    return Cause(text, "leave such batches out, or divide a sum by the count, clamped to 1")
+
+
 def _variance(given: list[Tensor], args: Any) -> Cause | None:
     if not given[0].numel():
         return None
@@ -281,6 +295,8 @@ _EXPLAINED: dict[str, Callable[[list[Tensor], Any], Cause | None]] = {
          "_batch_norm_with_update", "cudnn_batch_norm"),
         _norm,
     ),
+    **dict.fromkeys(("native_layer_norm", "native_group_norm"), _normalised),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _no_target),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _variance),
     "mean": _mean,
     **dict.fromkeys(("sub", "add", "rsub"), _difference),

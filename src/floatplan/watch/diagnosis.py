@@ -21,7 +21,7 @@ from floatplan.errors import StepError
 from floatplan.formats import format_of
 from floatplan.policy import Policy
 from floatplan.records import Diagnosis
-from floatplan.watch.births import Birth, Births, is_number
+from floatplan.watch.births import Birth, Births, faults, is_number
 from floatplan.watch.causes import Cause
 from floatplan.watch.modules import Modules
 from floatplan.watch.untouched import Buffers, gradients_aside, untouched
@@ -264,7 +264,7 @@ class _Step:
 def _is_finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     values = values._values() if values.is_sparse else values
-    return not is_number(values) or bool(torch.isfinite(values).all())
+    return not (is_number(values) and any(faults(values)))
 
 
 _LOST = Birth(
@@ -273,11 +273,11 @@ _LOST = Birth(
 
 
 def _check(loss: object) -> None:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad and not loss.is_complex():
         return
     got = repr(loss)
     if isinstance(loss, Tensor):
-        got = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        got = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
     raise StepError(
         f"the closure must return the loss, one number with a graph, and call no backward; got {got}"
     )
@@ -300,6 +300,7 @@ def _without_plan(model: nn.Module) -> Iterator[None]:
 
 def _kind(tensor: Tensor) -> str:
     tensor = tensor.detach()
+    tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     bad = tensor.numel() - int(torch.isfinite(tensor).sum())
     return f"{'NaN' if bool(tensor.isnan().any()) else 'inf'} in {bad:,} of {tensor.numel():,} values"
 
