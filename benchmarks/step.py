@@ -45,7 +45,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--allocator",
         choices=ALLOCATORS,
         default=AS_IT_COMES,
-        help="as-it-comes: floatplan's rows call fp.tune_host(); tuned: glibc keeps freed blocks for all rows",
+        help="as-it-comes: floatplan tunes the host for its rows; tuned: glibc keeps freed blocks for all",
     )
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
     add("--plot", type=Path, metavar="FILE.html", help="write a page with plots, which works offline")
