@@ -176,7 +176,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.2, help="of a burst, within the clock")
     parser.add_argument("--threads", type=int, help="of torch in each process")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--allocator", choices=ALLOCATORS, default="as-is")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default=ALLOCATORS[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON")
     options = parser.parse_args(arguments)
     if "torch" not in options.methods:

@@ -21,8 +21,9 @@ from bursts import LeftOut, Worker
 from methods import METHODS, Job, Steps, make_training
 
 LARGEST_RATIO = 1.005
-"""Of floatplan's peak to torch.amp's in the same format: beyond it the run fails. Flags, norms and the like
-are below it."""
+"""Of floatplan's peak to torch.amp's in the same format: beyond it the run fails."""
+WORK_MEMORY = 2**19
+"""Bytes that it may take beyond that, of a model of any size: gradients are measured in runs of this size."""
 WARM_STEPS = 3
 PATIENCE = 600.0
 """Seconds that one answer may take."""
@@ -30,7 +31,7 @@ MEANINGS = (
     "MiB at the moment at which most is alive: weights and buffers; low-precision copies of weights; "
     "gradients; optimizer state; what else autograd saved for the backward; the rest, values on their way",
     "/ torch: peak over that of torch.amp in the same format; of floatplan it may be "
-    f"{LARGEST_RATIO:g} at most",
+    f"{LARGEST_RATIO:g} at most, and {WORK_MEMORY / 2**20:g} MiB more",
     "process: what the process (on CUDA, torch's allocator) took at its peak, beside torch, code and imports",
     "imports: what the first step of a tiny model took: imports, and the registration of kernels",
 )
@@ -45,6 +46,7 @@ class Row:
         kinds: bytes by kind (`account.KINDS`) at the peak.
         peak: their sum.
         to_torch: peak over torch.amp's in the same format.
+        is_above: it is more than it may be.
         process: peak of the process beside what it had before the model was made.
         imports: what the first step of a tiny model added before.
         left_out: why there are no numbers.
@@ -54,6 +56,7 @@ class Row:
     kinds: dict[str, int] | None = None
     peak: int | None = None
     to_torch: float | None = None
+    is_above: bool = False
     process: int | None = None
     imports: float | None = None
     left_out: str | None = None
@@ -115,7 +118,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--small", action="store_true", help="shrink every workload")
     add("--threads", type=int, help="of torch in each process")
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--allocator", choices=ALLOCATORS, default="as-is", help="tuned: glibc keeps freed blocks")
+    add("--allocator", choices=ALLOCATORS, default=ALLOCATORS[0], help="tuned: glibc keeps freed blocks")
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
     return parser.parse_args(arguments)
 
@@ -151,7 +154,11 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
             return None
         return row.peak / peaks[rival]
 
-    return [replace(row, to_torch=to_torch(row)) for row in rows]
+    def is_above(row: Row) -> bool:
+        ratio = to_torch(row)
+        return ratio is not None and (row.peak or 0) * (1 - LARGEST_RATIO / ratio) > WORK_MEMORY
+
+    return [replace(row, to_torch=to_torch(row), is_above=is_above(row)) for row in rows]
 
 
 def above(workload: str, rows: Sequence[Row]) -> list[str]:
@@ -159,7 +166,7 @@ def above(workload: str, rows: Sequence[Row]) -> list[str]:
     return [
         f"{row.method} on {workload}: {row.to_torch:.3f} times torch.amp's peak"
         for row in rows
-        if row.to_torch is not None and row.to_torch > LARGEST_RATIO
+        if row.is_above
     ]
 
 

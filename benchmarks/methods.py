@@ -65,7 +65,10 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One method on one workload."""
+    """One method on one workload.
+
+    ``tunes``: floatplan's methods call `fp.tune_host` first.
+    """
 
     workload: str
     method: str
@@ -73,12 +76,15 @@ class Job:
     device: str
     optimizer: str
     clip: float | None
+    tunes: bool = False
 
 
 class Steps:
     """Steps of a job, to be timed."""
 
     def __init__(self, job: Job) -> None:
+        if job.tunes and METHODS[job.method].owner in ("dropin", "amp"):
+            fp.tune_host()
         self._step = make_training(job).step
         self._wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
 

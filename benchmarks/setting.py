@@ -16,7 +16,9 @@ from typing import Any
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 """glibc keeps freed blocks of up to 32 MiB, its limit, in place of giving their pages back (mallopt(3))."""
 
-ALLOCATORS = ("as-is", "tuned")
+ALLOCATORS = ("as-it-comes", "tuned")
+"""As it comes: floatplan's rows call `fp.tune_host`, the others have what is installed. Tuned: all alike."""
+AS_IT_COMES = ALLOCATORS[0]
 
 
 def choices(text: str, known: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ one run, taken while the machine does nothing else.
 
     python benchmarks/step.py --small                    # minutes, on any machine
     python benchmarks/step.py --workloads gpt --clip 1.0 --out gpt.json --plot gpt.html
-    python benchmarks/step.py --allocator tuned          # glibc keeps freed blocks
+    python benchmarks/step.py --allocator tuned          # glibc keeps freed blocks for all methods
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS_COMPARED = 6
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from methods import METHODS
-    from setting import ALLOCATORS, choices
+    from setting import ALLOCATORS, AS_IT_COMES, choices
     from workloads import WORKLOADS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -44,8 +44,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--allocator",
         choices=ALLOCATORS,
-        default="as-is",
-        help="tuned: glibc keeps freed blocks up to 32 MiB",
+        default=AS_IT_COMES,
+        help="as-it-comes: floatplan tunes the host for its rows; tuned: glibc keeps freed blocks for all",
     )
     add("--out", type=Path, metavar="FILE", help="write everything as JSON")
     add("--plot", type=Path, metavar="FILE.html", help="write a page with plots, which works offline")
@@ -58,15 +58,19 @@ def measure(workload: str, options: argparse.Namespace, tell: Callable[[str], No
     from floor import Bytes, BytesJob, Products, ProductsJob, bytes_moved
     from methods import METHODS, Job, Steps
     from rows import floors_of, rows_of
+    from setting import AS_IT_COMES
     from workloads import WORKLOADS
 
     formats = dict.fromkeys(["fp32", *(METHODS[name].format for name in options.methods)])
     formats.pop("auto", None)
     made = WORKLOADS[workload](options.small, "cpu")
     moved = {name: bytes_moved(made, options.optimizer, name, options.clip) for name in formats}
-    size = moved["fp32"][1]
+    size, tunes = moved["fp32"][1], options.allocator == AS_IT_COMES
     steps = {
-        name: (Steps, Job(workload, name, options.small, options.device, options.optimizer, options.clip))
+        name: (
+            Steps,
+            Job(workload, name, options.small, options.device, options.optimizer, options.clip, tunes),
+        )
         for name in options.methods
     }
     products = {

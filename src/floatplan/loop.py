@@ -93,11 +93,12 @@ class Amp:
             (p.device.type for model in self.models for p in model.parameters()), "cpu"
         )
         self._precision = InForce(precision, device_type, self.settings, scaler)
+        drops = self.settings.on_bad_micro_batch == "drop"
+        self._windows = Windows(self.models, self.optimizers, self._precision, drops, group)
         self._regions = Regions(
-            self.models, self._precision, device_type, self.settings, len(self.optimizers), group
+            self.models, self.optimizers, self._precision, device_type, self.settings, self._windows, group
         )
-        self._windows = Windows(self.models, self.optimizers, self._precision, self._drops, group)
-        self._forwards = Forwards(self.models, self.settings.buffers, self._drops)
+        self._forwards = Forwards(self.models, self.settings.buffers, drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
         self._stepping = False
         self._penalties = Penalties()
@@ -113,10 +114,6 @@ class Amp:
         windows = self.__dict__.get("_windows")
         if windows is not None and not sys.is_finalizing():
             windows.clear()  # of scaled gradients, with which nobody is left to step
-
-    @property
-    def _drops(self) -> bool:
-        return self.settings.on_bad_micro_batch == "drop"
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)

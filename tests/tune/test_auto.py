@@ -164,7 +164,8 @@ def test_a_state_has_the_choice_as_soon_as_all_is_seen(prices: Path) -> None:
     [
         3,
         {},
-        {"precision": "fp8", "plans": ["[default]\nprecision = 'fp32'"]},
+        {"precision": "fp8", "plans": ["[default]\nprecision = 'fp32'"], "channels_last": False},
+        {"precision": "fp32", "plans": ["[default]\nprecision = 'fp32'"]},
         {"precision": "fp32", "plans": ["nonsense"]},
         {"precision": "fp32", "plans": []},
         {"precision": "fp32", "plans": [fp.Plan("fp32", (ModuleRule("elsewhere", "bf16"),)).text]},
@@ -263,13 +264,58 @@ def test_an_optimizer_with_a_closure_has_its_turn(prices: Path) -> None:
     assert amp.plans[0].rules
 
 
-def test_in_an_accumulation_window_the_second_micro_batch_has_the_choice(prices: Path) -> None:
+def test_a_window_of_accumulation_has_one_precision(prices: Path) -> None:
     model = net()
-    amp = auto(model, prices, accumulate=4)
-    for _ in range(4):
-        result = micro_batch(amp, model, X)
-    assert result.stepped
+    amp = auto(model, prices, accumulate=3)
+    for _ in range(2):
+        micro_batch(amp, model, X)
+    assert amp.state_dict()["chosen"] is None
+    assert micro_batch(amp, model, X).stepped
+    assert amp.plans == ()
+    micro_batch(amp, model, X)
     assert amp.plans[0].rules
+
+
+class Images(nn.Module):
+    """Two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.last, self.head = nn.Conv2d(8, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.norm(self.first(x)).relu()).mean((2, 3)))
+
+
+def images(folder: Path) -> fp.Amp:
+    """An Amp of `Images` that has chosen."""
+    torch.manual_seed(0)
+    model, x = Images(), torch.randn(4, 3, 6, 6)
+    optimizer = torch.optim.Adam(model.parameters())
+    amp = fp.Amp(model, optimizer, "auto", settings=fp.Settings(costs=folder))
+    micro_batch(amp, model, x)
+    amp.state_dict()
+    micro_batch(amp, model, x)
+    return amp
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_channels_last_is_chosen_where_it_measured_faster(tmp_path: Path, pays: bool) -> None:
+    images(tmp_path)
+    other = 0.5 if pays else 1.0
+    price_all(tmp_path, casts_cost(0.0, lambda text: (other, other) if "|" in text else (1.0, 1.0)))
+    amp = images(tmp_path)
+    assert amp.choice is not None
+    assert amp.choice.channels_last is pays
+    assert ("Convolutions run in channels_last." in amp.choice.sentences()) is pays
+    weight = amp.models[0].first.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) is pays
+    assert amp.optimizers[0].state[weight]["exp_avg"].stride() == weight.stride()
+    resumed = Images()
+    again = fp.Amp(resumed, torch.optim.Adam(resumed.parameters()), "auto")
+    again.load_state_dict(amp.state_dict())
+    assert resumed.first.weight.stride() == weight.stride()
 
 
 def test_a_model_with_a_plan_has_nothing_to_choose() -> None:

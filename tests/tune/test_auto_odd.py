@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import floatplan as fp
 from floatplan.tune import auto as under_test
+from floatplan.tune.calls import OperatorCall
 from floatplan.tune.costs import Costs
+from floatplan.tune.trace import Trace
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -134,6 +137,16 @@ def test_models_that_share_modules_run_in_one_precision(tmp_path: Path) -> None:
         assert not any(plan.rules for plan in amp.plans)
         if not priced:
             assert price_all(tmp_path, price)
+
+
+def test_calls_that_become_equal_in_another_layout_add_up() -> None:
+    image = torch.randn(2, 3, 4, 4)
+    relu = [
+        OperatorCall.of("aten::relu", (one,), {})
+        for one in (image, image.to(memory_format=torch.channels_last))
+    ]
+    trace = Trace(calls={None: Counter({relu[0]: 2, relu[1]: 3})})
+    assert trace.in_channels_last().calls == {None: Counter({relu[1]: 5})}
 
 
 class Catching(nn.Module):

@@ -2,11 +2,13 @@
 
 The first use casts as autograd does. Each further use in the region shares the low-precision values of the
 first and gets an edge of its own between source and values, whose backward returns the gradient in the
-source's dtype, so that the gradients of several uses add up in float32. The copy of a large weight is kept
-past the region: its memory is used again in the next, if nobody else still holds it. (Fresh
-memory of several megabytes costs page faults, as much again as the cast; less comes back from the allocator
-still warm, and casting into memory of our own was measured slower.) A backward frees it: at its end, when all
-gradients are there, most memory is in use, and copies of the weights beside them would raise the peak.
+source's dtype, so that the gradients of several uses add up in float32.
+
+The copy of an activation goes when a norm, or whatever is `inner`, is met. The copy of a large weight is kept
+past the region: its memory is used again in the next, if nobody else still holds it. (Fresh memory of several
+megabytes costs page faults, as much again as the cast; less comes back from the allocator still warm, and
+casting into memory of our own was measured slower.) A backward frees it: at its end, when all gradients are
+there, most memory is in use, and copies of the weights beside them would raise the peak.
 
 A copy is fresh when it was made after the innermost region was entered and after the last step of any torch
 optimizer, and neither the source's version nor its memory has moved since. It must not live longer:
@@ -51,6 +53,9 @@ look for an earlier copy and to put an edge to it (two uses: 0.74 of it for 64 e
 
 KEEP_FROM = 2**21
 """Elements (4 MiB of copy) from which on the memory of a weight's copy is kept for the next region."""
+
+MOST_ACTIVATIONS = 32
+"""Copies of activations that are held at a time."""
 
 _EXACT_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _tick = itertools.count(1).__next__
@@ -111,15 +116,17 @@ class _Copies:
     """The copies of one thread.
 
     Attributes:
+        activations: keys of copies of what is no weight.
         since: when the innermost region was entered; ``None`` where nothing is to be cached.
         depth: how many regions the thread is in.
         keeps: whether copies of large weights outlive their backward.
     """
 
-    __slots__ = ("__weakref__", "depth", "entries", "keeps", "since")
+    __slots__ = ("__weakref__", "activations", "depth", "entries", "keeps", "since")
 
     def __init__(self) -> None:
         self.entries: dict[Key, _Entry] = {}
+        self.activations: list[Key] = []
         self.since: int | None = None
         self.depth = 0
         self.keeps = False
@@ -167,6 +174,8 @@ def leave(before: int | None) -> None:
     copies = _local.copies
     copies.depth -= 1
     since, copies.since = copies.since, before if copies.depth else None
+    if copies.since is None:
+        copies.activations.clear()
     if copies.since is None and copies.entries:
         after = since if copies.depth and since is not None else 0
         copies.entries = {
@@ -232,9 +241,26 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         entry.layout = None
         result = entry.copy = convert(source, dtype)
+        if not _is_weight(owner):
+            if len(copies.activations) >= MOST_ACTIVATIONS:
+                drop_activations()
+            copies.activations.append(key)
     entry.version, entry.pointer, entry.stamp = source._version, source.data_ptr(), _tick()
     entries[key] = entry
     return result
+
+
+def drop_activations() -> None:
+    """Drop the copies of what is no weight: a norm or the like was met, after which its uses are over.
+
+    Layers that take the same activation stand side by side. To hold a copy for longer, as of a batch that
+    only the first layer takes, would raise the peak of the memory in use.
+    """
+    copies = _local.copies
+    if copies.activations:
+        for key in copies.activations:
+            copies.entries.pop(key, None)
+        copies.activations.clear()
 
 
 def _share(source: Tensor, entry: _Entry) -> Tensor:

@@ -319,6 +319,7 @@ def _inner(caster: Caster, overload: str) -> Cast:
     float32 = torch.float32
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        cache.drop_activations()
         data, *parameters = caster.eligible(args, kwargs) or (None,)
         if data is None:
             return args, kwargs

@@ -41,6 +41,7 @@ class Choice:
         found: those whose costs were known from an earlier time.
         left_out: operators that could not be timed and count nothing, and why.
         costs: where the costs are kept, or why they are not.
+        channels_last: whether convolutions get this layout, with which ``chosen`` is predicted.
     """
 
     low: str
@@ -54,6 +55,7 @@ class Choice:
     found: int
     left_out: dict[str, str]
     costs: str
+    channels_last: bool = False
 
     @property
     def gain(self) -> float:
@@ -106,6 +108,8 @@ class Choice:
                 f"In {one}: {names}{more}; the rest in {other}. Operators take {_ms(self.chosen)} a "
                 f"micro-batch in place of float32's {_ms(self.full)} and {self.low}'s {_ms(self.all_low)}."
             ]
+        if self.channels_last:
+            lines.append("Convolutions run in channels_last.")
         lines.append(f"{self.measured} operator calls were timed, {self.found} were known ({self.costs}).")
         if self.left_out:
             lines.append(f"Not timed, and not counted: {', '.join(sorted(self.left_out))}.")

@@ -87,6 +87,15 @@ def check(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimize
             )
 
 
+def may_change(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether `check` finds nothing."""
+    try:
+        check(models, optimizers)
+    except StepError:
+        return False
+    return True
+
+
 def check_settings(
     settings: Settings, models: tuple[nn.Module, ...], optimizers: tuple[torch.optim.Optimizer, ...]
 ) -> None:

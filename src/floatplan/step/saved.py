@@ -59,8 +59,12 @@ def windows_of(state: object, optimizers: int) -> dict[tuple[int, ...], Mapping[
     return found
 
 
-def chosen_in(state: Mapping[str, Any], models: Sequence[nn.Module]) -> tuple[str, tuple[Plan, ...]] | None:
-    """What "auto" had chosen: the precision around the models, and their plans; None if it had not yet.
+Chosen = tuple[str, tuple[Plan, ...], bool]
+"""The precision around the models, their plans, and whether convolutions have channels_last."""
+
+
+def chosen_in(state: Mapping[str, Any], models: Sequence[nn.Module]) -> Chosen | None:
+    """What "auto" had chosen; None if it had not yet.
 
     Raises:
         StepError: it is no such choice, or one for other models.
@@ -72,7 +76,7 @@ def chosen_in(state: Mapping[str, Any], models: Sequence[nn.Module]) -> tuple[st
         plans = tuple(map(Plan.parse, chosen["plans"]))
         for model, plan in zip(models, plans, strict=True):
             plan.precisions([name for name, _ in model.named_modules(remove_duplicate=False)])
-        return Plan(chosen["precision"]).default, plans
+        return Plan(chosen["precision"]).default, plans, bool(chosen["channels_last"])
     except (KeyError, TypeError, ValueError) as error:
         raise StepError(f"the precision that the state says was chosen cannot be used: {error}") from error
 

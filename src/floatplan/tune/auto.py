@@ -20,8 +20,9 @@ from floatplan.tune.choose import choose
 from floatplan.tune.costs import Costs
 from floatplan.tune.trace import Trace, Tracer
 
-Settle = Callable[[Sequence[Plan], str, Choice | None], None]
-"""Called once: the plan of each model, the precision of what is in none, and why (the first rank knows)."""
+Settle = Callable[[Sequence[Plan], str, bool, Choice | None], None]
+"""Called once: the plan of each model, the precision of what is in none, whether convolutions get
+channels_last, and why (the first rank knows)."""
 
 
 class ChoosingRegion:
@@ -40,6 +41,8 @@ class ChoosingRegion:
         windows: how many there will be, if every optimizer steps alone.
         folder: of the file of costs; None: the user's.
         group: whose first rank chooses for all; or None.
+        nothing_waits: whether no gradients wait for their step. Only then is it chosen.
+        may_relay: whether weights may get another layout.
     """
 
     def __init__(
@@ -52,10 +55,13 @@ class ChoosingRegion:
         windows: int,
         folder: str | os.PathLike[str] | None,
         group: Any,
+        nothing_waits: Callable[[], bool],
+        may_relay: bool,
     ) -> None:
         self._models, self._device, self._low = tuple(models), device, low
         self._region, self._settle, self._windows = region, settle, windows
         self._folder, self._group = None if folder is None else Path(folder), group
+        self._nothing_waits, self._may_relay = nothing_waits, may_relay
         self.is_settled = self._is_complete = False
         self._ended: list[object] = []
         self._begin(Trace())
@@ -69,7 +75,7 @@ class ChoosingRegion:
         tracer = None
         if not self.is_settled and torch.is_grad_enabled() and self._lock.acquire(blocking=False):
             try:  # other threads, whose modules nobody follows, go on in the low format
-                if self._is_complete:
+                if self._is_complete and self._nothing_waits():
                     self._choose()
                 tracer = self._tracer
             finally:
@@ -101,7 +107,7 @@ class ChoosingRegion:
 
     def choose_for_state(self) -> None:
         """Choose now, if all is seen: a state should have it. Of several ranks, one may ask alone: later."""
-        if self._is_complete and self._group is None:
+        if self._is_complete and self._group is None and self._nothing_waits():
             with self._lock:
                 if not self.is_settled:  # another thread may have chosen meanwhile
                     self._choose()
@@ -113,12 +119,12 @@ class ChoosingRegion:
         said: list[Any] = [None]
         if self._group is None or torch.distributed.get_rank(self._group) == 0:
             plans, choice = self._measured(tracer)
-            said = [([plan.text for plan in plans], choice.precision)]
+            said = [([plan.text for plan in plans], choice.precision, choice.channels_last)]
         if self._group is not None:
             first = torch.distributed.get_global_rank(self._group, 0)
             torch.distributed.broadcast_object_list(said, src=first, group=self._group)
-        texts, precision = said[0]
-        self._settle([Plan.parse(text) for text in texts], precision, choice)
+        texts, precision, channels_last = said[0]
+        self._settle([Plan.parse(text) for text in texts], precision, channels_last, choice)
         self.is_settled, self._tracer = True, None  # not before: who was interrupted chooses later
 
     def _measured(self, tracer: Tracer) -> tuple[tuple[Plan, ...], Choice]:
@@ -131,7 +137,7 @@ class ChoosingRegion:
             torch.enable_grad(),
             autocast(self._device.type, self._low, enabled=False),
         ):
-            plans, choice = choose(self._models, tracer.trace, self._low, costs)
+            plans, choice = choose(self._models, tracer.trace, self._low, costs, self._may_relay)
         return plans, replace(choice, costs=costs.keep())
 
     # --- Copies ---------------------------------------------------------------------------------------

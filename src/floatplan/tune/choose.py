@@ -8,7 +8,7 @@ found exactly, from the leaves up: for each module and each decision, the least 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ def _plus(seconds: float, switch: float | None) -> float:
 
 
 def choose(
-    models: Sequence[nn.Module], trace: Trace, low: torch.dtype, costs: Costs
+    models: Sequence[nn.Module], trace: Trace, low: torch.dtype, costs: Costs, layouts: bool = False
 ) -> tuple[tuple[Plan, ...], Choice]:
     """The plan of each model that is predicted to be the fastest, and why.
 
@@ -86,7 +86,20 @@ def choose(
         trace: of a micro-batch in a region of ``low``.
         low: the low format.
         costs: of operators.
+        layouts: weigh channels_last, too, where there are convolutions.
     """
+    plans, choice = _choose(models, trace, low, costs)
+    if not layouts or not trace.has_convolutions():
+        return plans, choice
+    other_plans, other = _choose(models, trace.in_channels_last(), low, costs)
+    if other.chosen > WORTH_MIXING * choice.chosen:
+        return plans, choice
+    return other_plans, replace(other, full=choice.full, all_low=choice.all_low, channels_last=True)
+
+
+def _choose(
+    models: Sequence[nn.Module], trace: Trace, low: torch.dtype, costs: Costs
+) -> tuple[tuple[Plan, ...], Choice]:
     name = format_of(low).name
     trees = [_tree(number, model, trace, low, costs) for number, model in enumerate(models)]
     outside = _own(None, trace, costs)

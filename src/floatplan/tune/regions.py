@@ -12,11 +12,12 @@ from torch import nn
 
 from floatplan.engine import Plan
 from floatplan.records import Choice
-from floatplan.step import checks, saved
+from floatplan.step import checks, layout, saved
 from floatplan.step.forwards import Forwards
 from floatplan.step.precision import Precision
 from floatplan.step.region import ForwardRegion
 from floatplan.step.settings import Settings
+from floatplan.step.windows import Windows
 from floatplan.tune.auto import ChoosingRegion
 
 
@@ -25,10 +26,11 @@ class Regions:
 
     Args:
         models: those of the Amp; a plan is put on them.
+        optimizers: over the models' parameters.
         precision: of the Amp.
         device_type: where the models run.
         settings: say where costs are kept.
-        windows: how many there will be, if every optimizer steps alone.
+        windows: of the Amp.
         group: whose first rank chooses for all; or None.
 
     Attributes:
@@ -42,13 +44,15 @@ class Regions:
     def __init__(
         self,
         models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
         precision: Precision,
         device_type: str,
         settings: Settings,
-        windows: int,
+        windows: Windows,
         group: Any,
     ) -> None:
-        self._models, self._precision = models, precision
+        self._models, self._precision, self._optimizers = models, precision, optimizers
+        self._channels_last = False
         self.choice: Choice | None = None
         self._choosing: ChoosingRegion | None = None
         self._region: AbstractContextManager[Any] = precision.region(models)
@@ -62,9 +66,11 @@ class Regions:
                 checks.low_format(device_type),
                 partial(precision.region, models),
                 self._settle,
-                windows,
+                len(optimizers),
                 settings.costs,
                 group,
+                windows.nothing_waits,
+                layout.may_change(models, optimizers),
             )
         precision.apply(models)
 
@@ -82,8 +88,13 @@ class Regions:
         if self._choosing is not None:
             self._choosing.micro_batch_ended(window)
 
-    def _settle(self, plans: Sequence[Plan], precision: str, choice: Choice | None) -> None:
+    def _settle(
+        self, plans: Sequence[Plan], precision: str, channels_last: bool, choice: Choice | None
+    ) -> None:
         self._precision.settle(self._models, plans, precision)
+        self._channels_last = channels_last
+        if channels_last:
+            layout.to_channels_last(self._models, self._optimizers)
         self._region, self._choosing, self.choice = self._precision.region(self._models), None, choice
         self._keeps_out = self._precision.keeps_out
 
@@ -97,7 +108,8 @@ class Regions:
         """What was chosen; it is chosen now, if all is seen."""
         if self._choosing is not None:
             self._choosing.choose_for_state()
-        return self._precision.chosen()
+        chosen = self._precision.chosen()
+        return None if chosen is None else {**chosen, "channels_last": self._channels_last}
 
     def checked(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """A function that takes over what the state of an Amp says was chosen.
@@ -106,4 +118,7 @@ class Regions:
             StepError: that cannot be used. Nothing has changed.
         """
         chosen = saved.chosen_in(state, self._models) if self._precision.is_auto else None
-        return (lambda: None) if chosen is None else partial(self._settle, chosen[1], chosen[0], None)
+        if chosen is None:
+            return lambda: None
+        precision, plans, channels_last = chosen
+        return partial(self._settle, plans, precision, channels_last, None)

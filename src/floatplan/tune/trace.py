@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,38 @@ class Trace:
     returned: dict[Place, Counter[TensorSpec]] = field(default_factory=dict)
     entered: Counter[Place] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
+
+    def has_convolutions(self) -> bool:
+        """Whether there are any that `in_channels_last` would change."""
+        return any(
+            "conv" in call.operator and any(spec != _channels_last(spec) for spec in call.tensors())
+            for calls in self.calls.values()
+            for call in calls
+        )
+
+    def in_channels_last(self) -> Trace:
+        """The same with images, and the weights of convolutions, in channels_last."""
+        calls: dict[Place, Counter[OperatorCall]] = {}
+        for place, of_place in self.calls.items():
+            counter = calls[place] = Counter()
+            for call, times in of_place.items():
+                counter[_relaid(call)] += times  # some may be so already
+        return replace(self, calls=calls)
+
+
+def _relaid(call: OperatorCall) -> OperatorCall:
+    # Heads of attention have four dimensions, too, and are no images.
+    is_of_heads = any(name in call.operator for name in ("attention", "matmul", "softmax"))
+    return call if is_of_heads else call.with_tensors(_channels_last)
+
+
+def _channels_last(spec: TensorSpec) -> TensorSpec:
+    """A tensor of four dimensions that is contiguous, in the other layout."""
+    if len(spec.shape) != 4 or spec.strides is not None or not spec.dtype.is_floating_point:
+        return spec
+    _, channels, height, width = spec.shape
+    strides = (channels * height * width, 1, width * channels, channels)
+    return replace(spec, strides=None if 1 in (channels, height * width) else strides)
 
 
 class Tracer:
