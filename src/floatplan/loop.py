@@ -58,11 +58,9 @@ class Amp:
             plan that the measured costs of the models' operators make the fastest.
         accumulate: micro-batches per step. The gradient is the mean over those that counted.
         clip_norm: largest L2 norm of the unscaled gradients of all optimizers that step together.
-        scaler: a `GradScaler` to use in place of one made from ``settings``; only with one optimizer or with
-            optimizers that always step together.
+        scaler: a `GradScaler` of your own; only with optimizers that always step together.
         group: a ``torch.distributed`` group whose ranks step together or not at all.
-        compile: whether calls of the models run compiled, forward and backward (``torch.compile``). The
-            models stay the same objects with the same state.
+        compile: whether calls of the models run compiled, forward and backward (``torch.compile``).
         settings: everything else.
 
     Raises:
