@@ -18,6 +18,7 @@ from floatplan.engine import Plan, autocast
 from floatplan.records.choice import Choice
 from floatplan.tune.choose import choose
 from floatplan.tune.costs import Costs
+from floatplan.tune.host import release
 from floatplan.tune.trace import Trace, Tracer
 
 Settle = Callable[[Sequence[Plan], str, bool, Choice | None], None]
@@ -138,6 +139,7 @@ class ChoosingRegion:
             autocast(self._device.type, self._low, enabled=False),
         ):
             plans, choice = choose(self._models, tracer.trace, self._low, costs, self._may_relay)
+        release()  # what was measured with need not stay
         return plans, replace(choice, costs=costs.keep())
 
     # --- Copies ---------------------------------------------------------------------------------------

@@ -91,6 +91,12 @@ def _tell(mmap_threshold: int, trim_threshold: int) -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_TRIM_THRESHOLD, trim_threshold))
 
 
+def release() -> None:
+    """Give the memory that the allocator keeps for later back to the system, where that is glibc."""
+    if _mallopt() is not None:
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def allocator() -> str:
     """What is known of the allocator, in words that are equal where it treats blocks alike."""
     settings = [f"{name}={os.environ[name]}" for name in (*_VARIABLES, "LD_PRELOAD") if os.environ.get(name)]
