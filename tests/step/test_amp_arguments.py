@@ -41,6 +41,10 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "on_skips": (lambda m: fp.Settings(on_skips="rase"), "on_skips must be .*got 'rase'"),
     "max_consecutive_skips": (lambda m: fp.Settings(max_consecutive_skips=0), "at least 1, or None, got 0"),
     "init_scale": (lambda m: fp.Settings(init_scale=math.inf), "Settings: init_scale"),
+    "channels_last": (
+        lambda m: fp.Settings(channels_last="yes"),
+        "Settings: channels_last must be True or False, got 'yes'",
+    ),
     "growth_factor": (lambda m: fp.Settings(growth_factor=0.5), "Settings: growth_factor must be above 1"),
     "growth_interval": (lambda m: fp.Settings(growth_interval=0), "Settings: growth_interval"),
     "ema": (lambda m: fp.Settings(ema=m), "ema must be an averaged model"),

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 import numpy
@@ -150,11 +151,30 @@ def test_an_overflow_has_its_number_its_limit_its_way_and_a_rule_that_helps() ->
     assert fp.diagnose(of.model, of.closure, precision=plan).is_healthy
 
 
+def test_what_a_machine_keeps_in_float32_is_said() -> None:
+    of = scene("cnn")
+    FAULTS["forward overflow in a layer"].plant(of)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp.PrecisionWarning)
+        found = fp.diagnose(of.model, of.closure, precision="fp16")
+    assert any("convolutions stay in float32" in note for note in found.notes)  # on every CPU
+    assert "slow_kernels=True" in str(found)
+    assert found_in(of).notes == ()
+
+
+def test_a_plan_without_fp16_is_not_scaled() -> None:
+    of = scene("mlp")
+    assert fp.diagnose(of.model, of.closure, precision=fp.Plan("bf16")).scale == 1.0
+    fp.Plan("bf16").apply(of.model)
+    assert fp.diagnose(of.model, of.closure, precision="bf16").scale == 1.0
+
+
 def test_a_record_is_json_and_words() -> None:
     of = scene("mlp")
     FAULTS["log(0) in the loss"].plant(of)
     found = found_in(of)
-    assert fp.Diagnosis(**{**json.loads(json.dumps(found.as_dict())), "chain": found.chain}) == found
+    again = {**json.loads(json.dumps(found.as_dict())), "chain": found.chain, "notes": found.notes}
+    assert fp.Diagnosis(**again) == found
     first, verdict, fix = str(found).splitlines()
     assert first == "Outside of the modules, on the way to the loss, aten::log: the logarithm of 0."
     assert verdict == "The same step in float32 fails, too: it is not the precision."

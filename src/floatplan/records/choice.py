@@ -88,7 +88,7 @@ class Choice:
         mixed = {one.precision for one in self.modules}
         if not self.is_low_anywhere:
             lines = [
-                f"Everything stays in float32: its operators take {_ms(self.full)} a micro-batch, and "
+                f"Everything stays in float32: its operators alone take {_ms(self.full)} a micro-batch, and "
                 f"{_ms(self.all_low)} in {self.low}."
             ]
         elif len(mixed) == 1 and self.precision != "fp32":
@@ -109,7 +109,10 @@ class Choice:
                 f"micro-batch in place of float32's {_ms(self.full)} and {self.low}'s {_ms(self.all_low)}."
             ]
         if self.channels_last:
-            lines.append("Convolutions run in channels_last.")
+            lines += [
+                f"Convolutions run in channels_last, with which all takes {_ms(self.chosen)}.",
+                "(A plan has no layout: beside one, write fp.Settings(channels_last=True).)",
+            ]
         lines.append(f"{self.measured} operator calls were timed, {self.found} were known ({self.costs}).")
         if self.left_out:
             lines.append(f"Not timed, and not counted: {', '.join(sorted(self.left_out))}.")

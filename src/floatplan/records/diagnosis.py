@@ -27,6 +27,7 @@ class Diagnosis:
             run or could not.
         scale: by which the loss was multiplied.
         loss: its value, unscaled; None where there was none.
+        notes: what was not judged in the format that was asked for, and how it would be.
     """
 
     is_healthy: bool
@@ -40,6 +41,7 @@ class Diagnosis:
     fine_in_float32: bool | None = None
     scale: float = 1.0
     loss: float | None = None
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -51,7 +53,8 @@ class Diagnosis:
     def sentences(self) -> list[str]:
         """The finding, the way of the value, float32's verdict, and what to do: a line each."""
         if self.is_healthy:
-            return [f"Nothing is wrong with this step in {self.precision}: loss and gradients are finite."]
+            healthy = f"Nothing is wrong with this step in {self.precision}: loss and gradients are finite."
+            return [healthy, *self.notes]
         places = {
             "input": "In the batch",
             "weight": f"In the state of {self.module or 'the model'}",
@@ -67,4 +70,4 @@ class Diagnosis:
         if self.fine_in_float32 is not None and self.precision != "fp32":
             verdict = "is fine" if self.fine_in_float32 else "fails, too: it is not the precision"
             lines.append(f"The same step in float32 {verdict}.")
-        return [*lines, f"What to do: {self.fix}"]
+        return [*lines, f"What to do: {self.fix}", *self.notes]

@@ -87,6 +87,7 @@ class Settings:
         self._check(
             self.costs is None or isinstance(self.costs, str | os.PathLike), "costs", "the path of a folder"
         )
+        self._check(isinstance(self.channels_last, bool), "channels_last", "True or False")
         buffers: object = self.buffers
         self._check(
             isinstance(buffers, tuple | list) and all(isinstance(name, str) for name in buffers),

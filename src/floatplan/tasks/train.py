@@ -134,7 +134,8 @@ def train(job: Job) -> Iterator[RunRecord]:
     choice: Choice | None = setup.amp.choice if row.chosen else None
     if choice is not None:
         yield ChoiceRecord(row.name, job.seed, choice)
-        notes = (*notes, choice.sentences()[0])
+        # What a format costs here says nothing of a training that stays out of it.
+        notes = (*(notes if choice.is_low_anywhere else ()), choice.sentences()[0])
     yield _result(epochs, skipped, final_scale, memory.peak(), notes)
     in_regions = row.format != "fp32" and (choice is None or choice.is_low_anywhere)
     if job.explains and row.library == "floatplan" and in_regions:

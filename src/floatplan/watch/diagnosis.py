@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from floatplan import _compiler, _torch
 from floatplan.checkpoint.random_states import RandomStates
-from floatplan.engine import Plan, autocast
+from floatplan.engine import Plan, autocast, precision_notes
 from floatplan.engine.attach import carries_regions
 from floatplan.engine.full import full_precision
 from floatplan.engine.kernels import ensure_registered
@@ -75,9 +76,11 @@ def diagnose(
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose(model, closure) takes a torch.nn.Module, got {type(model).__name__}")
     region, name = _region(model, precision, policy)
+    formats = _formats(model, precision, name)
     step = _Step(model, closure, inputs, targets, optimizer)
     with untouched(model):
-        return step.diagnose(region, name)
+        found = step.diagnose(region, name, SCALES if "fp16" in formats else (1.0,))
+    return replace(found, notes=_kept_in_float32(model, formats, policy))
 
 
 def _region(
@@ -97,6 +100,28 @@ def _region(
     if dtype is torch.float32:
         return lambda: _float32(model), "fp32"
     return lambda: autocast(device, dtype, policy=policy), format_of(dtype).name
+
+
+def _formats(model: nn.Module, precision: object, name: str) -> set[str]:
+    """The formats in which anything runs."""
+    if isinstance(precision, Plan):
+        return {precision.default, *(rule.precision for rule in precision.rules)}
+    if name == "plan":
+        decisions = (getattr(type(module), "_floatplan_decision", None) for module in model.modules())
+        return {decision.precision for decision in decisions if decision is not None}
+    return {name}
+
+
+def _kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) -> tuple[str, ...]:
+    """What was not judged in a low format, for want of a fast kernel on this machine."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    known = policy if isinstance(policy, Policy) else None
+    return tuple(
+        f"Not judged: {note}. To look at it in {name} all the same, pass "
+        "policy=fp.Policy.unified(slow_kernels=True)"
+        for name in sorted(formats - {"fp32"})
+        for note in precision_notes(device, getattr(torch, format_of(name).torch_name), known)
+    )
 
 
 def _float32(model: nn.Module) -> AbstractContextManager[Any]:
@@ -134,9 +159,11 @@ class _Step:
         self._states = self._random.state_dict()
         self._buffers = Buffers(model)
 
-    def diagnose(self, region: Callable[[], AbstractContextManager[Any]], name: str) -> Diagnosis:
-        """Run it in ``region``, which is called ``name`` where its dtype has a name."""
-        for scale in SCALES if name in ("fp16", "plan") else (1.0,):
+    def diagnose(
+        self, region: Callable[[], AbstractContextManager[Any]], name: str, scales: tuple[float, ...]
+    ) -> Diagnosis:
+        """Run it in ``region``, which is called ``name``, at the first of ``scales`` that fits."""
+        for scale in scales:
             loss, culprit = self._run(region, scale)
             if culprit is None or culprit.where != "backward" or not culprit.cause.is_overflow:
                 break
