@@ -98,7 +98,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, below: Any) -> Tensor:
         low, ctx.kept = cache.low_copy(weight, x.dtype)
-        ctx.save_for_backward(x, low)
+        # For the input's gradient alone: of a first layer the copy would be there where gradients are most.
+        ctx.save_for_backward(x, low if ctx.needs_input_grad[0] else None)
         bias = None if bias is None else cache.convert(bias, x.dtype)
         if x.dim() == 2:
             return below(x, low, bias)  # type: ignore[no-any-return]
@@ -109,6 +110,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         kept, ctx.kept = ctx.kept, None
         cache.free(kept)  # what is saved lives until this is over
+        del kept  # it holds the copy
         device_type = gradient.device.type
         if not torch.is_autocast_enabled(device_type):
             return _gradients(ctx, gradient)
