@@ -7,12 +7,12 @@ import math
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floatplan.formats import FORMATS
 from floatplan.records.numbers import LEAST, WHAT_IF, Numbers, boundaries, overflows_from, underflows_below
-from floatplan.watch.histogram import BINS, histogram, read
+from floatplan.watch.histogram import BINS, PENDING, SMALL, Histograms, numbers_of
 
 FLOAT32 = st.floats(width=32)
 EDGES = sorted(
@@ -31,7 +31,7 @@ EDGES = sorted(
 
 
 def numbers(values: list[float]) -> Numbers:
-    return read([histogram(torch.tensor(values, dtype=torch.float32))])[0]
+    return numbers_of(torch.tensor(values, dtype=torch.float32))
 
 
 def dtype(name: str) -> torch.dtype:
@@ -56,6 +56,7 @@ def test_every_figure_against_numpy_and_torch(values: list[float]) -> None:
         assert found.overflow(name) == numpy.mean(~fits & numpy.isfinite(array)), name
     with numpy.errstate(divide="ignore"):
         exponents = [math.frexp(abs(float(value)))[1] - 1 for value in finite if value != 0]
+    exponents = [exponent if exponent >= LEAST else -149 for exponent in exponents]
     assert found.exponents() == {exponent: exponents.count(exponent) for exponent in exponents}
 
 
@@ -63,7 +64,7 @@ def test_boundaries_are_float32_numbers_in_order() -> None:
     limits = boundaries()
     assert list(limits) == sorted(set(limits))
     assert all(float(numpy.float32(limit)) == limit for limit in limits)
-    assert limits[0] == 2.0**LEAST
+    assert limits[:2] == (2.0**-149, 2.0**LEAST)
     assert len(limits) + 1 == BINS
 
 
@@ -75,12 +76,63 @@ def test_sums_are_of_all_numbers(one: list[float], other: list[float]) -> None:
 @pytest.mark.parametrize("of", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_and_layouts(of: torch.dtype) -> None:
     tensor = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).to(of).t()[::2]
-    (found,) = read([histogram(tensor)])
+    found = numbers_of(tensor)
     assert found.count == 6
     assert found.largest == tensor.float().abs().max().item()
 
 
 def test_nothing_has_no_shares() -> None:
-    (found,) = read([histogram(torch.zeros(0))])
+    found = numbers_of(torch.zeros(0))
     assert (found.count, found.zeros, found.underflow("fp16"), found.largest) == (0, 0.0, 0.0, 0.0)
-    assert read([]) == []
+    assert Histograms().read() == {}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1, 7, SMALL, SMALL + 1, 2**18 + 3])),
+        max_size=8,
+    ),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=25, deadline=None)
+def test_many_tensors_together_count_as_each_alone(added: list[tuple[str, int]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    histograms: Histograms[str] = Histograms()
+    alone: dict[str, Numbers] = {}
+    for key, size in added:
+        values = torch.randn(size, generator=generator) * 2.0 ** torch.randint(
+            -140, 120, (size,), generator=generator
+        )
+        values[: size // 5] = math.inf
+        histograms.add(key, values.clone())
+        array = values.abs().numpy()
+        bins = numpy.bincount(numpy.searchsorted(boundaries(), array, "right"), minlength=BINS)
+        largest = float(array[numpy.isfinite(array)].max(initial=0))
+        one = Numbers(tuple(bins.tolist()), largest)
+        alone[key] = alone[key] + one if key in alone else one
+    assert histograms.read() == alone
+
+
+def test_small_tensors_wait_in_bounded_memory() -> None:
+    histograms: Histograms[int] = Histograms()
+    for key in range(2 * PENDING // SMALL):
+        histograms.add(key % 3, torch.full((SMALL,), 2.0**key))
+    waiting = sum(values.numel() for _, values in histograms._pending[torch.device("cpu")])
+    assert waiting <= PENDING
+    assert sum(numbers.count for numbers in histograms.read().values()) == 2 * PENDING
+
+
+def test_complex_and_sparse_tensors() -> None:
+    assert numbers_of(torch.tensor([3 + 4j])).exponents() == {1: 1, 2: 1}
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 5]]), torch.tensor([1.0, 8.0]), (9,), check_invariants=True
+    )
+    assert numbers_of(sparse).exponents() == {0: 1, 3: 1}
+
+
+def test_what_is_counted_is_what_was_there() -> None:
+    histograms: Histograms[str] = Histograms()
+    tensor = torch.ones(10)
+    histograms.add("x", tensor)
+    tensor.zero_()
+    assert histograms.read()["x"].exponents() == {0: 10}

@@ -10,7 +10,11 @@ import typer
 
 def report(run: Annotated[Path, typer.Argument(help="A run folder that compare wrote.")]) -> None:
     """Write report.html again from run.jsonl, also of a run that was stopped."""
+    from floatplan.errors import RunFolderError
     from floatplan.report.html import write_report
-    from floatplan.report.runfile import read_run
+    from floatplan.report.runfile import Run, read_run
 
-    print(f"report: {write_report(read_run(run), run)}")
+    found = read_run(run)
+    if not isinstance(found, Run):
+        raise RunFolderError(f"{run} holds a recorded training")
+    print(f"report: {write_report(found, run)}")

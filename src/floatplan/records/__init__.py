@@ -3,6 +3,7 @@
 from floatplan.records.choice import Choice, ModuleChoice
 from floatplan.records.diagnosis import Diagnosis
 from floatplan.records.explanation import ExplainedGroup, ExplainedOperator, Explanation, module_label
+from floatplan.records.numbers import Numbers
 from floatplan.records.run import (
     ChoiceRecord,
     EpochRecord,
@@ -14,8 +15,21 @@ from floatplan.records.run import (
     StepRecord,
 )
 from floatplan.records.step import KnownStep, StepEvidence, StepFacts, StepResult
+from floatplan.records.training import (
+    CastsRecord,
+    FindingRecord,
+    LostUpdates,
+    NumbersKind,
+    NumbersRecord,
+    ScaleEvent,
+    TrainedStep,
+    TrainingHeader,
+    TrainingRecord,
+    scale_history,
+)
 
 __all__ = [
+    "CastsRecord",
     "Choice",
     "ChoiceRecord",
     "Diagnosis",
@@ -25,14 +39,24 @@ __all__ = [
     "Explanation",
     "ExplanationRecord",
     "FailureRecord",
+    "FindingRecord",
     "KnownStep",
+    "LostUpdates",
     "ModuleChoice",
+    "Numbers",
+    "NumbersKind",
+    "NumbersRecord",
     "ResultRecord",
     "RunHeader",
     "RunRecord",
+    "ScaleEvent",
     "StepEvidence",
     "StepFacts",
     "StepRecord",
     "StepResult",
+    "TrainedStep",
+    "TrainingHeader",
+    "TrainingRecord",
     "module_label",
+    "scale_history",
 ]

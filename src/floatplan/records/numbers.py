@@ -11,8 +11,8 @@ from floatplan.formats import FORMATS
 
 WHAT_IF = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 """Formats of interest."""
-LEAST, MOST = -149, 127
-"""Exponents of float32's smallest and largest numbers."""
+LEAST, MOST = -137, 127
+"""Exponents that are told apart. Smaller ones, below all of 16 bits, count as float32's least, -149."""
 
 
 @cache
@@ -38,7 +38,7 @@ def overflows_from(name: str) -> float:
 @cache
 def boundaries() -> tuple[float, ...]:
     """Magnitudes, in ascending order, at which the bins of a histogram begin; all are float32 numbers."""
-    powers = {2.0**exponent for exponent in range(LEAST, MOST + 1)}
+    powers = {2.0**-149, *(2.0**exponent for exponent in range(LEAST, MOST + 1))}
     limits = {limit for name in WHAT_IF for limit in (underflows_below(name), overflows_from(name))}
     return (*sorted(powers | limits), math.inf)
 
@@ -80,7 +80,7 @@ class Numbers:
         return self._share(sum(self.bins[self._from(overflows_from(name)) : -1]))
 
     def exponents(self) -> dict[int, int]:
-        """How many have each exponent, floor(log2(magnitude)), of those that are neither 0 nor infinite."""
+        """How many of the finite ones but 0 have each exponent, floor(log2(magnitude)); see `LEAST`."""
         found: dict[int, int] = {}
         for number, low in zip(self.bins[1:-1], boundaries(), strict=False):
             if number:

@@ -1,51 +1,43 @@
-"""The run folder: ``run.jsonl``, one JSON object a line, written as the run goes and read back.
-
-JSON has no NaN and no infinity: a float that is not finite stands as the string ``"nan"``, ``"inf"`` or
-``"-inf"``. A last line that was cut off, as when the writer was killed, is left out on reading.
-"""
+"""The run folder: ``run.jsonl``, see `lines`, written as the run goes and read back."""
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from floatplan.errors import RunFolderError
 from floatplan.records import (
-    Choice,
+    CastsRecord,
     ChoiceRecord,
     EpochRecord,
-    Explanation,
     ExplanationRecord,
     FailureRecord,
+    FindingRecord,
+    LostUpdates,
+    NumbersRecord,
     ResultRecord,
     RunHeader,
-    RunRecord,
     StepRecord,
+    TrainedStep,
+    TrainingHeader,
+    TrainingRecord,
 )
+from floatplan.report.lines import SCHEMA, Line, parse_line, text_of
 
 RUN_FILE = "run.jsonl"
 PLAN_FILE = "plan.toml"
 REPORT_FILE = "report.html"
-_Line: TypeAlias = RunHeader | RunRecord
-_KINDS: dict[str, type[_Line]] = {
-    "header": RunHeader,
-    "step": StepRecord,
-    "epoch": EpochRecord,
-    "result": ResultRecord,
-    "failure": FailureRecord,
-    "explanation": ExplanationRecord,
-    "choice": ChoiceRecord,
-}
-_KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds so far."""
+    """What a comparison's run folder holds so far.
+
+    ``problems`` says, in sentences, what of the file could not be read.
+    """
 
     header: RunHeader
     steps: tuple[StepRecord, ...] = ()
@@ -54,32 +46,59 @@ class Run:
     failures: tuple[FailureRecord, ...] = ()
     explanations: tuple[ExplanationRecord, ...] = ()
     choices: tuple[ChoiceRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What the run folder of a recorded training holds so far, each kind in the order of steps.
+
+    ``problems`` as of `Run`.
+    """
+
+    header: TrainingHeader
+    steps: tuple[TrainedStep, ...] = ()
+    numbers: tuple[NumbersRecord, ...] = ()
+    lost: tuple[LostUpdates, ...] = ()
+    casts: tuple[CastsRecord, ...] = ()
+    findings: tuple[FindingRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+AnyRun: TypeAlias = Run | TrainingRun
 
 
 class RunWriter:
-    """Writes records to ``run.jsonl`` in a new run folder, and the first plan that was chosen beside it.
+    """Writes records to ``run.jsonl`` in a run folder, and the first plan that was chosen beside it.
 
-    Whole lines reach the file at each record that is not a step, and at ``close``.
+    Whole lines reach the file at each record that is not a step, at `flush` and at `close`.
+
+    Args:
+        folder: a new or empty one.
+        goes_on: append to the run that ``folder`` holds, if it holds one.
 
     Raises:
         RunFolderError: the folder is not empty, or cannot be made or written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, goes_on: bool = False) -> None:
         self.folder = folder
-        self._file = _new_file(folder)
+        self._file = _opened(folder, goes_on)
 
-    def write(self, record: _Line) -> None:
+    def write(self, record: Line) -> None:
         """Append one record."""
-        line = {"kind": _KIND_OF[type(record)], **asdict(record)}
         try:
-            self._file.write(json.dumps(_json_safe(line), allow_nan=False, ensure_ascii=False) + "\n")
-            if not isinstance(record, StepRecord):
+            self._file.write(text_of(record) + "\n")
+            if not isinstance(record, StepRecord | TrainedStep | NumbersRecord | LostUpdates | CastsRecord):
                 self._file.flush()
             if isinstance(record, ChoiceRecord) and not (self.folder / PLAN_FILE).exists():
                 (self.folder / PLAN_FILE).write_text(record.choice.plans[0], encoding="utf-8")
         except OSError as error:
             raise RunFolderError(f"cannot write {self.folder / RUN_FILE}: {error.strerror}") from error
+
+    def flush(self) -> None:
+        """Have all lines in the file."""
+        self._file.flush()
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -94,32 +113,62 @@ class RunWriter:
         self.close()
 
 
-def read_run(folder: Path) -> Run:
-    """What the run folder ``folder`` holds.
+def read_run(folder: Path) -> AnyRun:
+    """What the run folder ``folder`` holds. What cannot be read of it is left out and told in ``problems``.
 
     Raises:
-        RunFolderError: no ``run.jsonl`` that can be read, or one that does not begin with a header of a
-            known schema.
+        RunFolderError: no ``run.jsonl`` that can be read, or one that does not begin with a header.
     """
     path = folder / RUN_FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunFolderError(
-            f"cannot read {path}: {error.strerror}; name a folder that compare wrote"
+            f"cannot read {path}: {error.strerror}; name a folder that compare or a recorded training wrote"
         ) from error
-    whole = text[: text.rfind("\n") + 1]
+    whole, cut_off = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+    header, *rest = whole.splitlines() or [""]
     try:
-        records = [parse_line(line) for line in whole.splitlines()]
+        first = parse_line(header)
     except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{path} is not a run file of this version of floatplan: {error}") from error
-    if not records or not isinstance(records[0], RunHeader):
+        raise RunFolderError(
+            f"{path} does not begin with a header that this version of floatplan can read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(first, RunHeader | TrainingHeader):
         raise RunFolderError(f"{path} does not begin with a header; the run stopped before it started")
-    return collect(records[0], [record for record in records[1:] if not isinstance(record, RunHeader)])
+    problems = []
+    if first.schema != SCHEMA:
+        problems.append(
+            f"{path} has schema {first.schema!r}, this version of floatplan reads {SCHEMA}: "
+            "what it does not know is left out"
+        )
+    records, unread = _parsed(rest)
+    problems += [f"{path}, line {number} cannot be read and is left out: {why}" for number, why in unread[:3]]
+    if len(unread) > 3:
+        problems.append(f"{path}: so are {len(unread) - 3} more lines")
+    if cut_off:
+        problems.append(
+            f"{path} ends in the middle of a line, as when its writer was killed; that is left out"
+        )
+    if isinstance(first, TrainingHeader):
+        return collect_training(first, records, tuple(problems))
+    return collect(first, records, tuple(problems))
 
 
-def collect(header: RunHeader, records: list[RunRecord]) -> Run:
-    """A run from its header and its records in any order."""
+def _parsed(lines: Iterable[str]) -> tuple[list[Line], list[tuple[int, str]]]:
+    records, unread = [], []
+    for number, line in enumerate(lines, 2):
+        try:
+            records.append(parse_line(line))
+        except (ValueError, KeyError, TypeError) as error:
+            unread.append((number, f"{type(error).__name__}: {error}"))
+    return records, unread
+
+
+def collect(header: RunHeader, records: Iterable[Line], problems: tuple[str, ...] = ()) -> Run:
+    """A comparison from its header and its records in any order."""
+    records = list(records)
     return Run(
         header,
         tuple(record for record in records if isinstance(record, StepRecord)),
@@ -128,50 +177,55 @@ def collect(header: RunHeader, records: list[RunRecord]) -> Run:
         tuple(record for record in records if isinstance(record, FailureRecord)),
         tuple(record for record in records if isinstance(record, ExplanationRecord)),
         tuple(record for record in records if isinstance(record, ChoiceRecord)),
+        problems,
     )
 
 
-def parse_line(line: str) -> _Line:
-    """The record that a line of ``run.jsonl`` stands for.
+def collect_training(
+    header: TrainingHeader, records: Iterable[Line], problems: tuple[str, ...] = ()
+) -> TrainingRun:
+    """A training from its header and its records in the order in which they were written.
 
-    Raises:
-        ValueError: not JSON, or a header of another schema.
-        KeyError: no known ``kind``.
-        TypeError: fields that do not belong to the kind.
+    One that went on from a checkpoint did the steps after it once more: those are the ones that count.
     """
-    values: dict[str, Any] = json.loads(line)
-    record_type = _KINDS[values.pop("kind")]
-    if record_type is RunHeader and values.get("schema") != 1:
-        raise ValueError(f"schema {values.get('schema')!r} in place of 1")
-    if record_type is ExplanationRecord:
-        values["explanation"] = Explanation.from_dict(values["explanation"])
-    if record_type is ChoiceRecord:
-        values["choice"] = Choice.from_dict(values["choice"])
-    for field in fields(record_type):
-        value = values.get(field.name)
-        if isinstance(value, list):
-            values[field.name] = tuple(value)
-        elif isinstance(value, str) and "float" in str(field.type):
-            values[field.name] = float(value)
-    return record_type(**values)
+    kept: list[TrainingRecord] = []
+    for record in records:
+        if isinstance(record, TrainingHeader):
+            kept = [one for one in kept if one.step <= record.after]
+            if record.fingerprint != header.fingerprint:
+                problems += (f"after step {record.after} another model is trained: {record.model}",)
+        elif isinstance(record, TrainedStep | NumbersRecord | LostUpdates | CastsRecord | FindingRecord):
+            kept.append(record)
+    kept.sort(key=lambda record: record.step)
+    return TrainingRun(
+        header,
+        tuple(record for record in kept if isinstance(record, TrainedStep)),
+        tuple(record for record in kept if isinstance(record, NumbersRecord)),
+        tuple(record for record in kept if isinstance(record, LostUpdates)),
+        tuple(record for record in kept if isinstance(record, CastsRecord)),
+        tuple(record for record in kept if isinstance(record, FindingRecord)),
+        problems,
+    )
 
 
-def _new_file(folder: Path) -> TextIO:
+def _opened(folder: Path, goes_on: bool) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / RUN_FILE
+        if goes_on and path.exists():
+            _end_last_line(path)
+            return path.open("a", encoding="utf-8")
         occupied = any(folder.iterdir())
         if not occupied:
-            return (folder / RUN_FILE).open("x", encoding="utf-8")
+            return path.open("x", encoding="utf-8")
     except OSError as error:
         raise RunFolderError(
-            f"cannot write a run folder at {folder}: {error.strerror}; choose another with --out"
+            f"cannot write a run folder at {folder}: {error.strerror}; choose another"
         ) from error
-    raise RunFolderError(f"run folder {folder} is not empty; choose a new one with --out")
+    raise RunFolderError(f"run folder {folder} is not empty; choose a new one")
 
 
-def _json_safe(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _json_safe(inner) for key, inner in value.items()}
-    return value
+def _end_last_line(path: Path) -> None:
+    """Take away a last line that was cut off."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,118 @@
+"""The lines of ``run.jsonl``: one JSON object for each record, with its ``kind``.
+
+JSON has no NaN and no infinity: a float that is not finite stands as the string ``"nan"``, ``"inf"`` or
+``"-inf"``. Of a histogram's bins only those stand there that are not empty, as pairs of place and count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from typing import Any, TypeAlias
+
+from floatplan.records import (
+    CastsRecord,
+    Choice,
+    ChoiceRecord,
+    Diagnosis,
+    EpochRecord,
+    Explanation,
+    ExplanationRecord,
+    FailureRecord,
+    FindingRecord,
+    LostUpdates,
+    Numbers,
+    NumbersRecord,
+    ResultRecord,
+    RunHeader,
+    RunRecord,
+    StepRecord,
+    TrainedStep,
+    TrainingHeader,
+    TrainingRecord,
+)
+from floatplan.records.numbers import boundaries
+
+SCHEMA = 1
+Header: TypeAlias = RunHeader | TrainingHeader
+Line: TypeAlias = Header | RunRecord | TrainingRecord
+_KINDS: dict[str, type[Line]] = {
+    "header": RunHeader,
+    "step": StepRecord,
+    "epoch": EpochRecord,
+    "result": ResultRecord,
+    "failure": FailureRecord,
+    "explanation": ExplanationRecord,
+    "choice": ChoiceRecord,
+    "training": TrainingHeader,
+    "trained": TrainedStep,
+    "numbers": NumbersRecord,
+    "lost": LostUpdates,
+    "casts": CastsRecord,
+    "finding": FindingRecord,
+}
+_KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
+
+
+def text_of(record: Line) -> str:
+    """A record as a line, without its end."""
+    values = asdict(record)
+    if isinstance(record, NumbersRecord):
+        values["numbers"]["bins"] = [pair for pair in enumerate(record.numbers.bins) if pair[1]]
+    line = {"kind": _KIND_OF[type(record)], **values}
+    return json.dumps(_json_safe(line), allow_nan=False, ensure_ascii=False)
+
+
+def parse_line(line: str) -> Line:
+    """The record that a line of ``run.jsonl`` stands for. Fields that its kind has not are left out.
+
+    Raises:
+        ValueError: not JSON, or a value that cannot be.
+        KeyError: no known ``kind``, or a field that lacks in a part of the record.
+        TypeError: no object, or a field that lacks.
+    """
+    values: Any = json.loads(line)
+    if not isinstance(values, dict):
+        raise TypeError(f"no record, but {line[:40]!r}")
+    record_type = _KINDS[values.pop("kind")]
+    known = {field.name: str(field.type) for field in fields(record_type)}
+    values = {name: value for name, value in values.items() if name in known}
+    if record_type is ExplanationRecord:
+        values["explanation"] = Explanation.from_dict(values["explanation"])
+    if record_type is ChoiceRecord:
+        values["choice"] = Choice.from_dict(values["choice"])
+    if record_type is NumbersRecord:
+        values["numbers"] = _numbers(values["numbers"])
+    if record_type is FindingRecord:
+        values["diagnosis"] = _diagnosis(values["diagnosis"])
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+        elif isinstance(value, str) and "float" in known[name]:
+            values[name] = float(value)
+    return record_type(**values)
+
+
+def _numbers(values: dict[str, Any]) -> Numbers:
+    bins = [0] * (len(boundaries()) + 1)
+    for place, count in values["bins"]:
+        if not 0 <= place < len(bins):
+            raise ValueError(f"a histogram with a bin {place}, of {len(bins)}")
+        bins[place] = count
+    return Numbers(tuple(bins), float(values["largest"]))
+
+
+def _diagnosis(values: dict[str, Any]) -> Diagnosis:
+    values = {**values, "chain": tuple(values["chain"]), "notes": tuple(values["notes"])}
+    for name in ("scale", "loss"):
+        values[name] = None if values[name] is None else float(values[name])
+    return Diagnosis(**values)
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _json_safe(inner) for key, inner in value.items()}
+    return value
