@@ -30,6 +30,7 @@ def test_public_names() -> None:
         "PrecisionWarning",
         "Settings",
         "StepResult",
+        "Task",
         "__version__",
         "autocast",
         "cast_cache",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from floatplan.records import Diagnosis, Explanation, StepResult
     from floatplan.scaling import GradScaler, downcast_frozen, upcast_trainable
     from floatplan.step.settings import Settings
+    from floatplan.tasks.task import Task
     from floatplan.tune.host import tune_host
     from floatplan.watch import diagnose, explain
 
@@ -44,6 +45,7 @@ _HOMES = {
     "PrecisionWarning": "floatplan.errors",
     "Settings": "floatplan.step.settings",
     "StepResult": "floatplan.records",
+    "Task": "floatplan.tasks.task",
     "autocast": "floatplan.engine",
     "cast_cache": "floatplan.engine",
     "current_precision": "floatplan.engine",
@@ -75,6 +77,7 @@ __all__ = [
     "PrecisionWarning",
     "Settings",
     "StepResult",
+    "Task",
     "__version__",
     "autocast",
     "cast_cache",

@@ -95,6 +95,8 @@ def test_the_package_runs_as_a_module() -> None:
         (["compare", "--task", "mnist", "--data", "."], "--task digits"),
         (["compare", "--taks", "digits"], "--taks"),
         (["compair"], "compair"),
+        (["compare", "--task", "no_such_module:f"], "there is no module 'no_such_module'"),
+        (["compare", "--task", "sys:exit", "--batch-size", "4"], "leave out --batch-size"),
         (["report", "no/such"], "cannot read no/such/run.jsonl"),
     ],
 )
