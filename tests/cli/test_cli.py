@@ -60,6 +60,7 @@ def test_the_public_surface_is_pinned() -> None:
                 "--task",
             ]
         ),
+        "replay": ["--data", "--device", "--json", "--precision", "--task", "bundle"],
         "report": ["run"],
     }
 
