@@ -42,6 +42,7 @@ def diagnose(
     targets: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     policy: Policy | str = "unified",
+    scale: float | None = None,
 ) -> Diagnosis:
     """Run one step and name the first value that is not finite.
 
@@ -63,6 +64,7 @@ def diagnose(
         targets: what the loss compares with, alike.
         optimizer: whose state is looked at, too.
         policy: of the region, as in `autocast`.
+        scale: by which the loss is multiplied; by default the first of `SCALES` that fits, 1.0 without fp16.
 
     Returns:
         What was found; healthy if loss and gradients are finite, and not all of them zero only in this
@@ -75,17 +77,27 @@ def diagnose(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose(model, closure) takes a torch.nn.Module, got {type(model).__name__}")
-    region, name = _region(model, precision, policy)
-    formats = _formats(model, precision, name)
-    step = _Step(model, closure, inputs, targets, optimizer)
+    region, name = region_of(model, precision, policy)
+    formats = formats_in(model, precision, name)
+    scales = SCALES if "fp16" in formats else (1.0,)
+    if scale is not None:
+        scales = (_checked_scale(scale),)
     with untouched(model):
-        found = step.diagnose(region, name, SCALES if "fp16" in formats else (1.0,))
-    return replace(found, notes=_kept_in_float32(model, formats, policy))
+        step = Step(model, closure, inputs, targets, optimizer)
+        found = step.diagnose(region, name, scales)
+    return replace(found, notes=kept_in_float32(model, formats, policy))
 
 
-def _region(
+def _checked_scale(scale: object) -> float:
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < float("inf"):
+        return float(scale)
+    raise StepError(f"scale must be a number above 0, got {scale!r}")
+
+
+def region_of(
     model: nn.Module, precision: str | torch.dtype | Plan, policy: Policy | str
 ) -> tuple[Callable[[], AbstractContextManager[Any]], str]:
+    """Makes regions of this precision, and its name; of a model that carries a plan, what does nothing."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     if isinstance(precision, Plan):
         return lambda: _applied(precision, model, device), "plan"
@@ -102,7 +114,7 @@ def _region(
     return lambda: autocast(device, dtype, policy=policy), format_of(dtype).name
 
 
-def _formats(model: nn.Module, precision: object, name: str) -> set[str]:
+def formats_in(model: nn.Module, precision: object, name: str) -> set[str]:
     """The formats in which anything runs."""
     if isinstance(precision, Plan):
         return {precision.default, *(rule.precision for rule in precision.rules)}
@@ -112,7 +124,7 @@ def _formats(model: nn.Module, precision: object, name: str) -> set[str]:
     return {name}
 
 
-def _kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) -> tuple[str, ...]:
+def kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) -> tuple[str, ...]:
     """What was not judged in a low format, for want of a fast kernel on this machine."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     known = policy if isinstance(policy, Policy) else None
@@ -142,8 +154,8 @@ def _applied(plan: Plan, model: nn.Module, device: str) -> Iterator[None]:
         plan.remove(model)
 
 
-class _Step:
-    """One step, run as often as it takes."""
+class Step:
+    """One step, run as often as it takes. Arguments as of `diagnose`."""
 
     def __init__(
         self,
@@ -325,7 +337,8 @@ def _without_plan(model: nn.Module) -> Iterator[None]:
 # --- What is found --------------------------------------------------------------------------------------
 
 
-def _kind(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
+    """What of a tensor is not finite, in words."""
     tensor = tensor.detach()
     tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     bad = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -333,14 +346,14 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _of_batch(what: str, tensor: Tensor) -> Birth:
-    text = f"{what} of shape {tuple(tensor.shape)} hold {_kind(tensor)}" if not _is_finite(tensor) else ""
+    text = f"{what} of shape {tuple(tensor.shape)} hold {kind_of(tensor)}" if not _is_finite(tensor) else ""
     fix = "look at the data: torch.isfinite(x).all() for each batch, before the step"
     return Birth("input", cause=Cause(text, fix))
 
 
 def _of_state(module: str, name: str, tensor: Tensor, is_of_optimizer: bool = False) -> Birth:
     bad = not _is_finite(tensor)
-    text = f"{name} of shape {tuple(tensor.shape)} holds {_kind(tensor)} before the step" if bad else ""
+    text = f"{name} of shape {tuple(tensor.shape)} holds {kind_of(tensor)} before the step" if bad else ""
     fix = "go back to a checkpoint from before; an fp.Amp lets no step write what is not finite"
     return Birth("weight", module, cause=Cause(text, fix), is_of_optimizer=is_of_optimizer)
 
