@@ -5,6 +5,7 @@ from floatplan.records.diagnosis import Diagnosis
 from floatplan.records.explanation import ExplainedGroup, ExplainedOperator, Explanation, module_label
 from floatplan.records.run import (
     ChoiceRecord,
+    DriftRecord,
     EpochRecord,
     ExplanationRecord,
     FailureRecord,
@@ -19,6 +20,7 @@ __all__ = [
     "Choice",
     "ChoiceRecord",
     "Diagnosis",
+    "DriftRecord",
     "EpochRecord",
     "ExplainedGroup",
     "ExplainedOperator",

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from floatplan.records import StepRecord
+from floatplan.report.drift import drift_traces
 from floatplan.report.numbers import memory, percent, significant
 from floatplan.report.runfile import Run
 from floatplan.report.summary import RowSummary, Spread, summarise
@@ -52,6 +53,8 @@ def figures(run: Run) -> tuple[Figure, ...]:
     found = [loss_curves(run, colours)]
     if any(step.scale is not None for step in run.steps):
         found.append(scale_history(run, colours))
+    if any(not record.unjudged for record in run.drifts):
+        found.append(drift_curves(run, colours))
     found.append(
         _bars("time", "Seconds per epoch", summaries, colours, lambda s: s.seconds_per_epoch, significant)
     )
@@ -147,6 +150,21 @@ def scale_history(run: Run, colours: dict[str, str]) -> Figure:
                 "tickformat": ",",
                 "title": {"text": "scale"},
             },
+        },
+        wide=True,
+    )
+
+
+def drift_curves(run: Run, colours: dict[str, str]) -> Figure:
+    """Distance from float32 on the same weights, per low-precision row."""
+    return Figure(
+        "drift",
+        "Distance from float32",
+        "The last result of the forward, from the same weights; dotted: what roundings explain.",
+        drift_traces(run, colours),
+        {
+            "xaxis": {"type": "log", "title": {"text": "step"}},
+            "yaxis": {"type": "log", "title": {"text": "|low - fp32| / |fp32|"}},
         },
         wide=True,
     )

@@ -17,6 +17,7 @@ from floatplan.errors import RunFolderError
 from floatplan.records import (
     Choice,
     ChoiceRecord,
+    DriftRecord,
     EpochRecord,
     Explanation,
     ExplanationRecord,
@@ -39,6 +40,7 @@ _KINDS: dict[str, type[_Line]] = {
     "failure": FailureRecord,
     "explanation": ExplanationRecord,
     "choice": ChoiceRecord,
+    "drift": DriftRecord,
 }
 _KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
 
@@ -54,6 +56,7 @@ class Run:
     failures: tuple[FailureRecord, ...] = ()
     explanations: tuple[ExplanationRecord, ...] = ()
     choices: tuple[ChoiceRecord, ...] = ()
+    drifts: tuple[DriftRecord, ...] = ()
 
 
 class RunWriter:
@@ -128,6 +131,7 @@ def collect(header: RunHeader, records: list[RunRecord]) -> Run:
         tuple(record for record in records if isinstance(record, FailureRecord)),
         tuple(record for record in records if isinstance(record, ExplanationRecord)),
         tuple(record for record in records if isinstance(record, ChoiceRecord)),
+        tuple(record for record in records if isinstance(record, DriftRecord)),
     )
 
 
