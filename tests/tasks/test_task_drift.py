@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from floatplan.records import DriftRecord, ResultRecord, RunHeader, RunRecord, StepRecord
+from floatplan.records import DriftRecord, ResultRecord, RunHeader, RunRecord, StepRecord, WeightsRecord
 from floatplan.report.drift import drift_notes
 from floatplan.report.runfile import collect
 from floatplan.tasks import Ingredients, Job, Request, plan_comparison, recipe_named, row_named, train
 from floatplan.tasks.batches import seed_all
 from floatplan.tasks.drift import _region, steps_to_follow
 from floatplan.tasks.train import Setup, train_step
+from floatplan.tasks.weights import sample_of
 from floatplan.tune import costs
 from floatplan.watch.drift import Drift, drift
 
@@ -87,6 +88,33 @@ def test_the_first_step_and_module_that_leaves_float32_is_named() -> None:
 
 def header(*rows: str) -> RunHeader:
     return RunHeader("t", "", rows, (0,), 1, 1, "cpu", "", {}, {})
+
+
+def test_weights_are_sampled_at_the_ends_of_epochs_in_every_row() -> None:
+    full, low = (
+        [record for record in train(job("sound", row)) if isinstance(record, WeightsRecord)]
+        for row in ("fp32", "bf16")
+    )
+    assert [record.step for record in full] == [record.step for record in low] == [4, 8, 12]
+    apart = [math.dist(a.sample, b.sample) / math.hypot(*b.sample) for a, b in zip(low, full, strict=True)]
+    assert all(0 < distance < 0.02 for distance in apart)
+
+
+def test_a_sample_tells_the_distance_of_all_weights_and_draws_nothing() -> None:
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Conv2d(4, 8, 3)) for _ in range(2)]
+    models[1][1].to(memory_format=torch.channels_last)
+    models[1][1].load_state_dict(models[0][1].state_dict())
+    torch.manual_seed(1)
+    samples = [sample_of(model) for model in models]
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(1))
+    one, other = (torch.cat([p.detach().reshape(-1) for p in m.parameters()]) for m in models)
+    exact = float((one - other).norm() / other.norm())
+    assert math.dist(*samples) / math.hypot(*samples[1]) == pytest.approx(exact, rel=0.15)
+    assert len(samples[0]) == 256
+    assert sample_of(models[0].requires_grad_(False)) == ()
 
 
 def test_what_float32_cannot_run_is_said() -> None:

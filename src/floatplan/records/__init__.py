@@ -13,6 +13,7 @@ from floatplan.records.run import (
     RunHeader,
     RunRecord,
     StepRecord,
+    WeightsRecord,
 )
 from floatplan.records.step import KnownStep, StepEvidence, StepFacts, StepResult
 
@@ -36,5 +37,6 @@ __all__ = [
     "StepFacts",
     "StepRecord",
     "StepResult",
+    "WeightsRecord",
     "module_label",
 ]

@@ -170,6 +170,26 @@ class DriftRecord:
         return self.distance > self.explained
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsRecord:
+    """Some of a row's weights at the end of an epoch, after ``step`` steps: the same places in each row.
+
+    Their distance from float32's, |low - float32| / |float32|, is that of all weights, nearly.
+    """
+
+    row: str
+    seed: int
+    step: int
+    sample: tuple[float, ...]
+
+
 RunRecord: TypeAlias = (
-    StepRecord | EpochRecord | ResultRecord | FailureRecord | ExplanationRecord | ChoiceRecord | DriftRecord
+    StepRecord
+    | EpochRecord
+    | ResultRecord
+    | FailureRecord
+    | ExplanationRecord
+    | ChoiceRecord
+    | DriftRecord
+    | WeightsRecord
 )

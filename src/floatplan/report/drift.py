@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -62,11 +63,12 @@ def drift_traces(run: Run, colours: dict[str, str]) -> list[dict[str, Any]]:
         records = [record for record in _of(run, row) if not record.unjudged]
         if records:
             found = [record.output for record in records]
+            steps = [record.step for record in records]
             traces += [
-                _line(row, records, found, {"color": colour, "width": 2.5}, mode="lines+markers"),
+                _line(row, steps, found, {"color": colour, "width": 2.5}, mode="lines+markers"),
                 _line(
                     f"{row}: explained",
-                    records,
+                    steps,
                     [record.output_explained for record in records],
                     {"color": colour, "width": 1.5, "dash": "dot"},
                     mode="lines",
@@ -75,14 +77,35 @@ def drift_traces(run: Run, colours: dict[str, str]) -> list[dict[str, Any]]:
     return traces
 
 
+def weight_traces(run: Run, colours: dict[str, str]) -> list[dict[str, Any]]:
+    """Lines for plotly.js: the distance of each row's weights from those of the baseline."""
+    baseline = {record.step: record.sample for record in run.weights if record.row == "fp32"}
+    traces = []
+    for row, colour in colours.items():
+        found = [
+            (record.step, _apart(record.sample, baseline[record.step]))
+            for record in run.weights
+            if record.row == row != "fp32" and record.step in baseline
+        ]
+        if found:
+            steps, distances = zip(*found, strict=True)
+            traces.append(_line(row, steps, distances, {"color": colour, "width": 2.5}, mode="lines+markers"))
+    return traces
+
+
+def _apart(low: tuple[float, ...], full: tuple[float, ...]) -> float:
+    norm = math.hypot(*full)
+    return math.dist(low, full) / norm if norm else 0.0
+
+
 def _line(
-    name: str, records: list[DriftRecord], values: list[float], line: dict[str, Any], mode: str
+    name: str, steps: Sequence[int], values: Sequence[float], line: dict[str, Any], mode: str
 ) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": mode,
         "name": name,
-        "x": [record.step for record in records],
+        "x": list(steps),
         # A logarithmic axis has no 0.
         "y": [value if math.isfinite(value) and value > 0 else None for value in values],
         "line": line,

@@ -26,6 +26,7 @@ from floatplan.records import (
     RunHeader,
     RunRecord,
     StepRecord,
+    WeightsRecord,
 )
 
 RUN_FILE = "run.jsonl"
@@ -41,6 +42,7 @@ _KINDS: dict[str, type[_Line]] = {
     "explanation": ExplanationRecord,
     "choice": ChoiceRecord,
     "drift": DriftRecord,
+    "weights": WeightsRecord,
 }
 _KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
 
@@ -57,6 +59,7 @@ class Run:
     explanations: tuple[ExplanationRecord, ...] = ()
     choices: tuple[ChoiceRecord, ...] = ()
     drifts: tuple[DriftRecord, ...] = ()
+    weights: tuple[WeightsRecord, ...] = ()
 
 
 class RunWriter:
@@ -132,6 +135,7 @@ def collect(header: RunHeader, records: list[RunRecord]) -> Run:
         tuple(record for record in records if isinstance(record, ExplanationRecord)),
         tuple(record for record in records if isinstance(record, ChoiceRecord)),
         tuple(record for record in records if isinstance(record, DriftRecord)),
+        tuple(record for record in records if isinstance(record, WeightsRecord)),
     )
 
 
@@ -154,7 +158,8 @@ def parse_line(line: str) -> _Line:
     for field in fields(record_type):
         value = values.get(field.name)
         if isinstance(value, list):
-            values[field.name] = tuple(value)
+            # Numbers that are not finite are texts, also in here.
+            values[field.name] = tuple(map(float, value) if "tuple[float" in str(field.type) else value)
         elif isinstance(value, str) and "float" in str(field.type):
             values[field.name] = float(value)
     return record_type(**values)
@@ -178,4 +183,6 @@ def _json_safe(value: Any) -> Any:
         return str(value)
     if isinstance(value, dict):
         return {key: _json_safe(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_json_safe(inner) for inner in value]
     return value

@@ -22,6 +22,7 @@ from floatplan.records import (
     RunRecord,
     StepRecord,
     StepResult,
+    WeightsRecord,
 )
 from floatplan.tasks.batches import (
     Batches,
@@ -36,10 +37,13 @@ from floatplan.tasks.memory import meter_for
 from floatplan.tasks.registry import recipe_named
 from floatplan.tasks.rows import Row, Scaler, make_amp, make_scaler, notes_on, region, row_named
 from floatplan.tasks.task import DataSource, Ingredients, Task, constant
+from floatplan.tasks.weights import sample_of
 from floatplan.tune.measure import hardware_notes
 
 # Records leave the loop this often, so that progress shows within a long epoch; the clock stands meanwhile.
 SECONDS_BETWEEN_RECORDS = 0.5
+LOOKED_AT = frozenset(first * 10**power for power in range(4) for first in (1, 2, 5))
+"""Epochs after which weights are compared, beside the last."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Job:
     """What one process trains. Names and numbers only, so that it travels to another process.
 
     ``batch_size`` of None is the task's own. ``explains``: tell at the end what ran in which precision, where
-    floatplan's regions were in force. ``drifts``: tell how far the row is from float32, where it is low.
+    floatplan's regions were in force. ``drifts``: tell how far the row is from float32.
     """
 
     task: str
@@ -100,7 +104,8 @@ class _Step:
 def train(job: Job) -> Iterator[RunRecord]:
     """Train and yield a `StepRecord` per step, an `EpochRecord` per epoch, and one `ResultRecord`.
 
-    An `ExplanationRecord` and `DriftRecord`s come last, if the job asks for them.
+    `WeightsRecord`s follow their epochs, an `ExplanationRecord` and `DriftRecord`s come last, if the job asks
+    for them.
 
     Weights, data order and learning rates depend on the task and the seed only, so that they are the same
     in each row: all random states are seeded anew at the start of each epoch.
@@ -140,6 +145,8 @@ def train(job: Job) -> Iterator[RunRecord]:
         mean_loss = loss_sum / examples
         epochs.append(EpochRecord(row.name, job.seed, epoch, examples, clock.seconds, mean_loss, accuracy))
         yield epochs[-1]
+        if job.drifts and (epoch == job.epochs or epoch in LOOKED_AT):
+            yield WeightsRecord(row.name, job.seed, len(steps), sample_of(setup.model))
     skipped = sum(not step.stepped for step in steps)
     final_scale = None if setup.scaler is None else setup.scaler.get_scale()
     choice: Choice | None = setup.amp.choice if row.chosen else None
