@@ -58,6 +58,17 @@ def later() -> fp.Task:
     return _task(Later())
 
 
+MADE: list[None] = []
+
+
+def once() -> fp.Task:
+    """Twice in one process it cannot be made."""
+    if MADE:
+        raise RuntimeError("the port is in use")
+    MADE.append(None)
+    return _task(_net())
+
+
 class OnlyLow(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

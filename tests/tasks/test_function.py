@@ -83,6 +83,11 @@ def test_a_low_row_explains_what_its_loss_gives_the_model() -> None:
     assert {row.module for row in last.explanation.rows} == {"", "left", "right", "head"}
 
 
+def test_a_loss_that_goes_around_the_forward_is_trained_all_the_same() -> None:
+    *_, last = train(job("never_calls_the_model", "bf16", 1, explains=True))
+    assert isinstance(last, ResultRecord)
+
+
 def test_the_first_call_is_seen_without_running_it() -> None:
     task = own_tasks.whole()
     (batch,) = batches_on(CPU, task.data).samples()

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import drifting_tasks
 import pytest
 import torch
 
@@ -15,7 +16,8 @@ from floatplan.report.drift import drift_notes
 from floatplan.report.runfile import collect
 from floatplan.tasks import Ingredients, Job, Request, plan_comparison, recipe_named, row_named, train
 from floatplan.tasks.batches import seed_all
-from floatplan.tasks.drift import _region, steps_to_follow
+from floatplan.tasks.drift import steps_to_follow
+from floatplan.tasks.rows import region
 from floatplan.tasks.train import Setup, train_step
 from floatplan.tasks.weights import sample_of
 from floatplan.tune import costs
@@ -65,10 +67,8 @@ def test_steps_beside_change_nothing_in_a_training(row: str) -> None:
         found = []
         for batch in [*task.data] * 3:
             if beside:
-                around = _region(setup)
-                assert around is not None
                 closure = lambda batch=batch: task.loss(task.model, batch)  # noqa: E731
-                assert isinstance(drift(task.model, closure, around), Drift)
+                assert isinstance(drift(task.model, closure, lambda: region(setup.row, "cpu")), Drift)
             found.append(train_step(setup, batch).loss.item())
         return found
 
@@ -127,6 +127,14 @@ def test_what_float32_cannot_run_is_said() -> None:
     ]
 
 
+def test_a_task_that_cannot_be_made_again_is_trained_all_the_same() -> None:
+    drifting_tasks.MADE.clear()
+    records = list(train(job("once")))
+    (found,) = drifts(records)
+    assert any(isinstance(record, ResultRecord) for record in records)
+    assert (found.step, "raised RuntimeError: the port is in use" in found.unjudged) == (0, True)
+
+
 def test_rows_in_float32_and_further_seeds_are_not_followed() -> None:
     assert drifts(list(train(job("sound", "fp32")))) == []
     jobs = plan_comparison(Request("drifting_tasks:sound", ("fp32", "bf16"), (0, 1))).jobs()
@@ -135,7 +143,7 @@ def test_rows_in_float32_and_further_seeds_are_not_followed() -> None:
     assert [job.drifts for job in jobs] == [False]
 
 
-def test_a_chosen_precision_is_followed_from_when_it_is_chosen(
+def test_a_row_whose_precision_was_chosen_is_followed_by_its_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -148,5 +156,5 @@ def test_a_chosen_precision_is_followed_from_when_it_is_chosen(
             content["seconds"][text] = {"fp32": 1.0, "bf16": low}
         path.write_text(json.dumps(content))
     found = drifts(list(train(job("sound", "auto"))))
-    assert [record.step for record in found] == [5]
+    assert [record.step for record in found] == [1, 2, 5]
     assert not any(record.leaves or record.unjudged for record in found)

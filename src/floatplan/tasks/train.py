@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -156,10 +157,12 @@ def train(job: Job) -> Iterator[RunRecord]:
         notes = (*(notes if choice.is_low_anywhere else ()), choice.sentences()[0])
     yield _result(epochs, skipped, final_scale, memory.peak(), notes)
     if row.format != "fp32" and (choice is None or choice.is_low_anywhere):
-        yield from _afterwards(job, setup, batches, len(steps))
+        yield from _afterwards(job, setup, batches, len(steps), choice)
 
 
-def _afterwards(job: Job, setup: Setup, batches: Batches, steps: int) -> Iterator[RunRecord]:
+def _afterwards(
+    job: Job, setup: Setup, batches: Batches, steps: int, choice: Choice | None
+) -> Iterator[RunRecord]:
     """What a low row is looked at for, once it is trained.
 
     Torch's rows stay clear of floatplan's kernels until then, and of an explanation, which needs them.
@@ -168,12 +171,14 @@ def _afterwards(job: Job, setup: Setup, batches: Batches, steps: int) -> Iterato
         from floatplan.tasks.calls import explain_task
 
         batch = batches.samples()[0]
-        explanation = explain_task(job.task, setup.task, batch, dtype=setup.row.dtype, grad=True)
-        yield ExplanationRecord(setup.row.name, explanation)
+        # Of a loss that does not call the model there is none, as ``floatplan explain`` says of the task.
+        with suppress(TaskError):
+            explanation = explain_task(job.task, setup.task, batch, dtype=setup.row.dtype, grad=True)
+            yield ExplanationRecord(setup.row.name, explanation)
     if job.drifts:
         from floatplan.tasks.drift import follow
 
-        yield from follow(job, steps)
+        yield from follow(job, steps, choice)
 
 
 def steps_in_all(job: Job, task: Task) -> int:
