@@ -42,15 +42,17 @@ def test_built_in_tasks_stay_within_what_the_format_explains(
     low: str, name: str, figure: Callable[[str], None]
 ) -> None:
     seed_all(0)
-    task = RECIPES[name].prepare(Ingredients(torch.device("cpu")))()
+    task = RECIPES[name].prepare(Ingredients(torch.device("cpu"), batch_size=16))()
     optimizer = task.optimizer(task.model.parameters())
     shares = []
     for step, batch in enumerate(task.data, 1):
-        if step in (1, 2, 5, 10, 20):
+        if step in (1, 5, 30):
             found = judged(task.model, lambda batch=batch: task.loss(task.model, batch), low, 256.0)
             shares.append(found.worst.share)
             assert not found.leaves, (step, found)
             assert found.gradients < 0.2
+        if step == 30:
+            break
         optimizer.zero_grad()
         task.loss(task.model, batch).backward()
         optimizer.step()
