@@ -81,7 +81,7 @@ class Bundle:
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers of a model by name, also those that no ``state_dict`` has."""
     named = (model.named_parameters, model.named_buffers)
-    return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+    return {name: tensor.detach() for each in named for name, tensor in each(remove_duplicate=False)}
 
 
 def versions() -> dict[str, str]:
@@ -136,13 +136,14 @@ def write_bundle(
     """
     packer = Packer()
     args, kwargs = inputs
+    kept = state_of(model) if state is None else state
     parts = {
         "args": tuple(args),
         "kwargs": dict(kwargs),
         "batch": batch,
         "targets": targets,
         "output_gradients": output_gradients,
-        "state": dict(state_of(model) if state is None else state),
+        "state": {name: one.detach() for name, one in kept.items()},
         "random_states": dict(RandomStates().state_dict() if random_states is None else random_states),
         "training": sorted(name for name, module in model.named_modules() if module.training),
         "model": type(model).__name__,
@@ -270,11 +271,9 @@ def _bundle(content: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
     for name, kind in _KINDS.items():
         if not isinstance(parts[name], kind):
             raise TypeError(f"{name} is a {type(parts[name]).__name__}")
-    for name, tensor in parts["state"].items():
+    for name in parts["state"]:
         if not isinstance(name, str):
             raise TypeError(f"the name {name!r} in state")
-        if isinstance(tensor, Tensor):
-            tensor.requires_grad_(False)
     diagnosis = parts["diagnosis"]
     return Bundle(
         **{

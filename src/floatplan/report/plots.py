@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from floatplan.records import StepRecord
+from floatplan.report.drift import drift_traces, weight_traces
 from floatplan.report.numbers import memory, percent, significant
 from floatplan.report.runfile import Run
 from floatplan.report.summary import RowSummary, Spread, summarise
@@ -74,7 +75,7 @@ def figures(run: Run) -> tuple[Figure, ...]:
                 " %",
             )
         )
-    return tuple(found)
+    return (*found, *drift_figures(run, colours))
 
 
 def loss_curves(run: Run, colours: dict[str, str]) -> Figure:
@@ -150,6 +151,24 @@ def scale_history(run: Run, colours: dict[str, str]) -> Figure:
         },
         wide=True,
     )
+
+
+def drift_figures(run: Run, colours: dict[str, str]) -> list[Figure]:
+    """Distance from float32 per low-precision row: on the same weights, and of the weights themselves."""
+    layout = {
+        "xaxis": {"type": "log", "title": {"text": "step"}},
+        "yaxis": {"type": "log", "title": {"text": "|low - fp32| / |fp32|"}},
+    }
+    step = drift_traces(run, colours)
+    weights = weight_traces(run, colours)
+    found = []
+    if step:
+        caption = "The last result of the forward, from the same weights; dotted: what roundings explain."
+        found.append(Figure("drift", "Distance from float32", caption, step, layout, wide=True))
+    if weights:
+        caption = "How far the weights are from those of the fp32 row, which saw the same batches."
+        found.append(Figure("weights", "Distance of the weights", caption, weights, layout, wide=True))
+    return found
 
 
 def _marks(skipped: list[StepRecord], name: str, colour: str) -> Json:

@@ -14,7 +14,6 @@ from floatplan import _compiler, _torch
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import Plan, autocast, precision_notes
 from floatplan.engine.attach import carries_regions
-from floatplan.engine.full import full_precision
 from floatplan.engine.kernels import ensure_registered
 from floatplan.engine.trees import tensors_in
 from floatplan.engine.watched import watching
@@ -24,6 +23,7 @@ from floatplan.policy import Policy
 from floatplan.records import Diagnosis
 from floatplan.watch.births import Birth, Births, faults, is_number
 from floatplan.watch.causes import Cause
+from floatplan.watch.float32 import no_casts, without_plan
 from floatplan.watch.modules import Modules
 from floatplan.watch.untouched import Buffers, gradients_aside, untouched
 
@@ -110,7 +110,7 @@ def region_of(
             f"precision must be 'bf16', 'fp16', 'fp32', one of those dtypes or a fp.Plan, got {precision!r}"
         ) from error
     if dtype is torch.float32:
-        return lambda: _float32(model), "fp32"
+        return lambda: no_casts(model), "fp32"
     return lambda: autocast(device, dtype, policy=policy), format_of(dtype).name
 
 
@@ -134,15 +134,6 @@ def kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) -
         for name in sorted(formats - {"fp32"})
         for note in precision_notes(device, getattr(torch, format_of(name).torch_name), known)
     )
-
-
-def _float32(model: nn.Module) -> AbstractContextManager[Any]:
-    """No casts; where there are weights in 16 bits, a region that takes them up."""
-    parameters = list(model.parameters())
-    if any(p.dtype.itemsize < 4 for p in parameters):
-        return full_precision()
-    device = next((p.device.type for p in parameters), "cpu")
-    return autocast(device, torch.bfloat16, enabled=False)
 
 
 @contextmanager
@@ -273,8 +264,8 @@ class Step:
         """Whether loss and gradients are finite without any cast."""
         self._prepare()
         try:
-            with _without_plan(self._model), _compiler.uncompiled():
-                with _float32(self._model):
+            with without_plan(self._model), _compiler.uncompiled():
+                with no_casts(self._model):
                     loss = self._closure()
                 with gradients_aside(loss, self._model):
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -320,18 +311,6 @@ def _check(loss: object) -> None:
     raise StepError(
         f"the closure must return the loss, one number with a graph, and call no backward; got {got}"
     )
-
-
-@contextmanager
-def _without_plan(model: nn.Module) -> Iterator[None]:
-    """The model without its regions."""
-    classes = [(m, type(m)) for m in model.modules() if "_floatplan_original" in type(m).__dict__]
-    Plan.remove(model)
-    try:
-        yield
-    finally:
-        for module, cls in classes:
-            object.__setattr__(module, "__class__", cls)
 
 
 # --- What is found --------------------------------------------------------------------------------------
