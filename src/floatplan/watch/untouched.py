@@ -41,13 +41,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """All that a step of ``model`` writes to is put back; of other gradients see `gradients_aside`.
 
     Meanwhile the model has copies of its buffers: a backward that waits for its turn may have kept them
-    as they are, and would find them changed. Torch's anomaly mode, which raises at the first NaN, is off.
+    as they are, and would find them changed. (Those of TorchScript, which cannot be replaced, are written
+    back.) Torch's anomaly mode, which raises at the first NaN, is off.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(held, dict(held)) for held in map(_torch.buffers_of, model.modules())]
     random = RandomStates()
     states = random.state_dict()
     copies: dict[int, Tensor] = {}
+    scripted = [
+        (buffer, buffer.clone())
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        for buffer in module.buffers(recurse=False)
+    ]
     try:
         for held, before in buffers:
             for name, buffer in before.items():
@@ -62,6 +69,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for held, before in buffers:
             held.clear()
             held.update(before)
+        with torch.no_grad():
+            for buffer, was in scripted:
+                buffer.copy_(was)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
