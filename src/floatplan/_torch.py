@@ -343,6 +343,24 @@ def remove_forward_hook(handle: Any) -> None:
     torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
+# --- Hooks ----------------------------------------------------------------------------------------------
+
+
+def put_pre_hook(module: torch.nn.Module, hook: Callable[..., None]) -> None:
+    """Have ``hook`` called with the module, its arguments and its keyword arguments before each forward.
+
+    As ``register_forward_pre_hook(hook, with_kwargs=True)``, whose handles cost 20 us in each step.
+    """
+    module._forward_pre_hooks[hook] = hook  # type: ignore[index]
+    module._forward_pre_hooks_with_kwargs[hook] = True  # type: ignore[index]
+
+
+def take_pre_hook(module: torch.nn.Module, hook: Callable[..., None]) -> None:
+    """Take away what `put_pre_hook` put there."""
+    module._forward_pre_hooks.pop(hook, None)  # type: ignore[call-overload]
+    module._forward_pre_hooks_with_kwargs.pop(hook, None)  # type: ignore[call-overload]
+
+
 # --- Buffers ------------------------------------------------------------------------------------------
 
 

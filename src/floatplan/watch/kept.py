@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from floatplan import _torch
 from floatplan.engine.trees import tensors_in
 from floatplan.watch.tensors import is_number_format
 
@@ -34,10 +35,21 @@ class Call:
     gradients: dict[int, Tensor] | None = None
 
 
+def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Of the tensors among a call's arguments: a write to one moves it."""
+    found: list[int] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value._version)
+        elif isinstance(value, (list, tuple, dict)):
+            found += [tensor._version for tensor in tensors_in(value)]
+    return found
+
+
 def torch_random() -> dict[str, Any]:
     """States of torch's generators now."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -68,29 +80,42 @@ class Following:
     """Hooks on models while a region is active: the models are as they were outside of it.
 
     Args:
-        models: whose calls are followed.
+        models: whose calls are followed; compiled ones, of which hooks would be part, are not.
         called: told the number of a model and its arguments, before it runs.
-        returned: told the number of a model and what it returned.
+        returned: told the number of a model and what it returned, in a region that asks for it.
     """
 
     def __init__(
         self,
-        models: list[nn.Module],
+        models: Sequence[nn.Module],
         called: Callable[[int, tuple[Any, ...], dict[str, Any]], None],
-        returned: Callable[[int, Any], None] | None,
+        returned: Callable[[int, Any], None],
     ) -> None:
+        self._befores = [
+            (model, _before(called, number))
+            for number, model in enumerate(models)
+            if model._compiled_call_impl is None
+        ]
+        self._afters = [(model, _after(returned, number)) for number, model in enumerate(models)]
         self._handles: list[Any] = []
-        for number, model in enumerate(models):
-            if model._compiled_call_impl is not None:
-                continue  # of which hooks are part
-            self._handles.append(model.register_forward_pre_hook(_before(called, number), with_kwargs=True))
-            if returned is not None:
-                self._handles.append(model.register_forward_hook(_after(returned, number)))
+
+    def begin(self, with_results: bool) -> None:
+        """A region is entered."""
+        for model, before in self._befores:
+            _torch.put_pre_hook(model, before)
+        if with_results:
+            followed = {id(model) for model, _ in self._befores}
+            for model, after in self._afters:
+                if id(model) in followed:
+                    self._handles.append(model.register_forward_hook(after))
 
     def end(self) -> None:
-        """Take the hooks away."""
+        """It is left."""
+        for model, before in self._befores:
+            _torch.take_pre_hook(model, before)
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
 
 def _before(called: Callable[..., None], number: int) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +17,13 @@ from floatplan import _torch
 from floatplan.checkpoint.bundle import write_bundle
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import Plan
-from floatplan.engine.trees import tensors_in
 from floatplan.errors import StepError
 from floatplan.policy import Policy
 from floatplan.records import Diagnosis, StepResult
 from floatplan.scaling.evidence import FORWARD
 from floatplan.step.precision import Precision
 from floatplan.watch.diagnosis import Step, formats_in, kept_in_float32, kind_of, region_of
-from floatplan.watch.kept import Call, Following, KeptGradient, cloned, floating, torch_random
+from floatplan.watch.kept import Call, Following, KeptGradient, cloned, floating, torch_random, versions_of
 from floatplan.watch.tensors import format_name
 from floatplan.watch.untouched import untouched
 
@@ -73,7 +73,10 @@ class LookBack:
         self._last_look = -APART
         self._given = list(models)
         self._regions = 0
-        self._following: Following | None = None
+        self._follows = False
+        # No cycle: an Amp that nobody holds any more goes at once.
+        me = weakref.proxy(self)
+        self._following = Following(models, lambda *told: me.called(*told), lambda *told: me.returned(*told))
 
     # --- What is kept ---------------------------------------------------------------------------------
 
@@ -81,20 +84,21 @@ class LookBack:
         """A region of the Amp is entered."""
         self._regions += 1
         if self._regions == 1 and self._after and not self._is_looking and torch.is_grad_enabled():
-            self._following = Following(self._given, self.called, self.returned if self._is_armed else None)
+            self._follows = True
+            self._following.begin(self._is_armed)
 
     def forward_ends(self) -> None:
         """It is left."""
         self._regions -= 1
-        if not self._regions and self._following is not None:
+        if self._follows and not self._regions:
+            self._follows = False
             self._following.end()
-            self._following = None
 
     def called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model is about to run."""
         if not torch.is_grad_enabled() or _torch.running_node() is not None:
             return  # an evaluation, or what a checkpoint runs again
-        versions = [tensor._version for tensor in tensors_in((args, kwargs))]
+        versions = versions_of(args, kwargs)
         random = RandomStates().state_dict() if self._is_armed else torch_random()
         self._is_open = True
         self._calls.pop(number, None)  # the order is that of the last calls
@@ -281,8 +285,7 @@ class _Again:
         """What could not be as it was; where nothing was found, what could not be looked at."""
         said = []
         for call in self._calls:
-            now = [tensor._version for tensor in tensors_in((call.args, call.kwargs))]
-            if now != call.versions:
+            if versions_of(call.args, call.kwargs) != call.versions:
                 said.append(
                     "The arguments of the model were written to since: what they hold now was looked at."
                 )
