@@ -22,9 +22,16 @@ if TYPE_CHECKING:
         custom_fwd,
         full_precision,
     )
-    from floatplan.errors import CheckpointError, FloatplanError, FloatplanWarning, PrecisionWarning
+    from floatplan.errors import (
+        CheckpointError,
+        FloatplanError,
+        FloatplanWarning,
+        PrecisionWarning,
+        RecordingError,
+    )
     from floatplan.loop import Amp
     from floatplan.policy import Policy
+    from floatplan.recording import record
     from floatplan.records import Diagnosis, Explanation, StepResult
     from floatplan.scaling import GradScaler, downcast_frozen, upcast_trainable
     from floatplan.step.settings import Settings
@@ -54,6 +61,8 @@ _HOMES = {
     "explain": "floatplan.watch",
     "full_precision": "floatplan.engine",
     "load": "floatplan.checkpoint",
+    "record": "floatplan.recording",
+    "RecordingError": "floatplan.errors",
     "save": "floatplan.checkpoint",
     "tune_host": "floatplan.tune.host",
     "upcast_trainable": "floatplan.scaling",
@@ -73,6 +82,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PrecisionWarning",
+    "RecordingError",
     "Settings",
     "StepResult",
     "__version__",
@@ -86,6 +96,7 @@ __all__ = [
     "explain",
     "full_precision",
     "load",
+    "record",
     "save",
     "tune_host",
     "upcast_trainable",

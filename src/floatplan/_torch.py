@@ -158,6 +158,11 @@ def next_node() -> int:
     return number
 
 
+def is_transformed() -> bool:
+    """Whether this call is made inside of ``torch.func`` (``vmap``, ``grad``)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def running_node() -> tuple[str, int] | None:
     """Name and number of the node whose backward runs in this thread; of an accumulation a number of none."""
     node = torch._C._current_autograd_node()
@@ -254,7 +259,7 @@ def is_traced() -> bool:
         torch.is_inference_mode_enabled()
         or torch._C._get_tracing_state() is not None
         or (torch._C._len_torch_dispatch_stack() > 0 and not only_watched())
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_transformed()
     )
 
 

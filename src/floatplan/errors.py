@@ -71,6 +71,10 @@ class DataError(FloatplanError, OSError):
     """Data that is missing or cannot be read."""
 
 
+class RecordingError(FloatplanError, RuntimeError):
+    """A recording that is used for what it cannot be."""
+
+
 class RunFolderError(FloatplanError, OSError):
     """A run folder that cannot be written or read."""
 

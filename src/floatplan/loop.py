@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,16 +16,15 @@ from floatplan import _compiler
 from floatplan.engine import Plan
 from floatplan.engine.cache import kept_past_backward
 from floatplan.errors import StepError
+from floatplan.recording import Recording, recording_of
 from floatplan.records import Choice, StepResult
 from floatplan.scaling import GradScaler
-from floatplan.scaling.evidence import Evidence
 from floatplan.step import checks, guard, layout, notes, saved
 from floatplan.step.afterwards import Afterwards
-from floatplan.step.closure import check_fresh, step_with_closure
+from floatplan.step.ends import Ends
 from floatplan.step.forwards import Forwards
-from floatplan.step.optimize import check_needs_no_function, step_all
+from floatplan.step.optimize import check_needs_no_function
 from floatplan.step.outputs import keep_float32
-from floatplan.step.penalties import Penalties
 from floatplan.step.precision import Precision as InForce
 from floatplan.step.region import ForwardRegion
 from floatplan.step.settings import Settings
@@ -61,6 +61,7 @@ class Amp:
         scaler: a `GradScaler` of your own; only with optimizers that always step together.
         group: a ``torch.distributed`` group whose ranks step together or not at all.
         compile: whether calls of the models run compiled, forward and backward (``torch.compile``).
+        record: folder of a new run that is written down, for ``floatplan report``; or a `floatplan.record`.
         settings: everything else.
 
     Raises:
@@ -78,6 +79,7 @@ class Amp:
         scaler: GradScaler | None = None,
         group: Any = None,
         compile: bool = False,
+        record: str | os.PathLike[str] | Recording | None = None,
         settings: Settings | None = None,
     ) -> None:
         self.models = checks.models_of(models)
@@ -98,8 +100,7 @@ class Amp:
         )
         self._forwards = Forwards(self.models, self.settings.buffers, drops)
         self._afterwards = Afterwards(self.settings, self.models[0], self._precision.advice())
-        self._stepping = False
-        self._penalties = Penalties()
+        self._ends = Ends(self._windows, self._forwards, self._afterwards, self._regions.micro_batch_ended)
         layout.apply_settings(self.settings, self.models, self.optimizers)
         if self.settings.float32_outputs:
             keep_float32(self.models, self)
@@ -107,6 +108,8 @@ class Amp:
             for model in self.models:
                 _compiler.compile_calls(model)
         guard.watch(self.optimizers, self)
+        self._recording = recording_of(record, self.models, str(self._precision), self.accumulate)
+        self._forwards.listener = self._ends.listener = self._recording
 
     def __del__(self) -> None:
         windows = self.__dict__.get("_windows")
@@ -166,10 +169,11 @@ class Amp:
         for parameter, _ in before:
             parameter.grad = None
         try:
-            with kept_past_backward() if self.accumulate > 1 else nullcontext():
+            keeps = kept_past_backward() if self.accumulate > 1 else nullcontext()
+            with keeps, self._ends.timed_backward(loss):
                 window.backward(loss, marks, **options)
         except BaseException:
-            self._undo(window)
+            self._ends.undo(window)
             raise
         finally:
             for parameter, gradient in before:
@@ -188,7 +192,7 @@ class Amp:
         checks.check_has_backward(window.is_open or window.is_unscaled, "unscale()")
         checks.check_last(window.counted + window.dropped + window.is_open, self.accumulate)
         if window.is_open:
-            self._end_micro_batch(window, window.close_micro_batch("unscale"))
+            self._ends.micro_batch(window, window.close_micro_batch("unscale"))
         window.unscale()
 
     def step(
@@ -219,9 +223,10 @@ class Amp:
         window = self._windows.of(optimizer)
         self._afterwards.settle_and_judge()
         if callable(loss) and not isinstance(loss, Tensor) and not isinstance(loss, nn.Module):
-            evaluated = self._evaluated(window, loss, said["clip_norm"])
-            self._end_micro_batch(window, None)
-            return self._closed(window, evaluated, said["schedulers"])
+            backward = partial(self._backward, window, marks=False)
+            evaluated = self._ends.step_with_closure(window, loss, self.autocast, backward, said["clip_norm"])
+            self._ends.micro_batch(window, None)
+            return self._ends.closed(window, evaluated, said["schedulers"])
         check_needs_no_function(window.optimizers)
         if loss is not None:
             self._backward(window, loss, marks=self.accumulate > 1)
@@ -229,10 +234,10 @@ class Amp:
         window.said, window.lacks_scheduler = said, False
         if not window.is_unscaled:
             left_out = window.close_micro_batch()
-            self._end_micro_batch(window, left_out)
+            self._ends.micro_batch(window, left_out)
             if window.counted + window.dropped < self.accumulate:
                 return StepResult(left_out or window.nothing_done(notes.ACCUMULATING))
-        return self._finish(window, **said)
+        return self._ends.step(window, **said)
 
     def flush(
         self,
@@ -256,8 +261,8 @@ class Amp:
             checks.check_has_scheduler(window.lacks_scheduler)
             said["schedulers"] = window.said.get("schedulers", ())
         if window.is_open and not window.is_unscaled:
-            self._end_micro_batch(window, window.close_micro_batch("flush"))
-        return self._finish(window, **said)
+            self._ends.micro_batch(window, window.close_micro_batch("flush"))
+        return self._ends.step(window, **said)
 
     def skip(self, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Throw the window's gradients away, as of a batch that the loop does not want.
@@ -266,7 +271,7 @@ class Amp:
         """
         window = self._windows.of(optimizer)
         window.clear()
-        self._undo(window)
+        self._ends.undo(window)
 
     def grad(
         self,
@@ -282,7 +287,7 @@ class Amp:
 
         For penalties: scaled on the way through 16-bit formats. Arguments of ``torch.autograd.grad``.
         """
-        return self._penalties.grad(
+        return self._ends.penalties.grad(
             self._windows.scaler(), outputs, inputs, grad_outputs, create_graph, retain_graph, allow_unused
         )
 
@@ -291,69 +296,9 @@ class Amp:
         scaler = self._windows.of(optimizer, must_be_alone=False).scaler
         return 1.0 if scaler is None else scaler.get_scale()
 
-    def _finish(self, window: Window, clip_norm: float | None, schedulers: tuple[Any, ...]) -> StepResult:
-        if window.is_unscaled:
-            window.look_again()
-        elif not window.divide_in_step():
-            window.unscale()
-        refused, overflowed, present = window.verdict(self._penalties.flags)
-        if not (window.has_gradients or window.dropped) and not present:
-            notes.warn(f"Amp.step: {notes.NO_GRADIENTS}; {notes.WHY_NONE}")
-            done = window.nothing_done(notes.NO_GRADIENTS)
-            self._clear(window)
-            return StepResult(done)
-        if clip_norm is not None:
-            window.clip(clip_norm)
-        self._stepping = True
-        try:
-            was_refused, values = step_all(window.optimizers, window.batches, refused, window.divisor())
-        except BaseException:
-            self._clear(window)
-            raise
-        finally:
-            self._stepping = False
-        evidence = window.evidence(was_refused, values[0] if len(values) == 1 else (tuple(values) or None))
-        window.update_scale(refused, overflowed)
-        return self._closed(window, evidence, schedulers)
-
-    def _evaluated(self, window: Window, loss_of: Callable[[], Tensor], clip_norm: float | None) -> Evidence:
-        backward = partial(self._backward, window, marks=False)
-        check_fresh(window)
-        self._stepping = True
-        try:
-            return step_with_closure(window, loss_of, self.autocast, backward, clip_norm)
-        except BaseException:
-            window.clear()
-            self._undo(window)
-            raise
-        finally:
-            self._stepping = False
-
-    # --- What follows a step --------------------------------------------------------------------------
-
-    def _end_micro_batch(self, window: Window, left_out: Evidence | None) -> None:
-        self._forwards.end_micro_batch(left_out is not None)
-        self._regions.micro_batch_ended(window)
-
-    def _closed(self, window: Window, evidence: Evidence, schedulers: tuple[Any, ...]) -> StepResult:
-        evidence.scale_after = window.next_scale()
-        self._forwards.settle(evidence.found_inf, self._windows.others_wait(window))
-        self._clear(window)
-        return self._afterwards.add(evidence, schedulers, window.parameters())
-
-    def _clear(self, window: Window) -> None:
-        window.clear()
-        self._penalties.forget()
-
-    def _undo(self, window: Window) -> None:
-        """Running statistics as they were, after a backward that failed or was not wanted."""
-        if window.is_fresh:
-            self._penalties.forget()
-        self._forwards.undo(not self._windows.nothing_waits(), self._windows.others_open(window))
-
     def waits_for_a_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients of ``optimizer`` are in a window, and this is not their step."""
-        return not self._stepping and self._windows.wait_for(optimizer)
+        return not self._ends.is_stepping and self._windows.wait_for(optimizer)
 
     # --- State ----------------------------------------------------------------------------------------
 
@@ -369,6 +314,7 @@ class Amp:
             "windows": self._windows.state_dict(),
             "statistics": self._forwards.state_dict(),
             "chosen": self._regions.state_dict(),
+            "recorded": None if self._recording is None else self._recording.steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -383,12 +329,14 @@ class Amp:
             self._afterwards.settle()
             self._forwards.load_state_dict(state["statistics"])
             take_over()
+            if self._recording is not None:
+                self._recording.go_on_after(state.get("recorded") or 0)
 
         self._windows.load_state_dict(state, others)
 
     def __getstate__(self) -> dict[str, Any]:
         self._afterwards.settle()
-        return self.__dict__.copy()
+        return {**self.__dict__, "_recording": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from floatplan import _torch
+from floatplan.engine import ledger
 
 Key = tuple[int, torch.dtype, Any]
 
@@ -43,6 +44,13 @@ _SHORT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, told to who counts casts."""
+    if ledger.listeners:
+        ledger.tell(tensor, dtype)
+    return _converted(tensor, dtype)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)`` without the time it takes to find out what kind of argument it got."""
     return _SHORT[dtype](tensor) if dtype in _SHORT else tensor.to(dtype)
 
@@ -229,6 +237,8 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
         ):
             return _share(source, entry)
         if entry.layout and entry.layout == _layout(source) and _torch.storage_is_ours(entry.copy):
+            if ledger.listeners:
+                ledger.tell(source, dtype)
             entry.copy.copy_(source.detach())
             entry.version, entry.pointer, entry.stamp = source._version, source.data_ptr(), _tick()
             return _share(source, entry)
@@ -236,7 +246,9 @@ def cast_plainly(source: Tensor, dtype: torch.dtype) -> Tensor:
     entry.copies, entry.key = copies, key
     if source.numel() >= KEEP_FROM and _is_weight(owner):
         entry.layout = _layout(source)
-        entry.copy = convert(source.detach(), dtype)
+        if ledger.listeners:
+            ledger.tell(source, dtype)
+        entry.copy = _converted(source.detach(), dtype)
         result = _share(source, entry)
     else:
         entry.layout = None

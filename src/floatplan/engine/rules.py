@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from floatplan import _torch
-from floatplan.engine import accumulate, cache, upcast
+from floatplan.engine import accumulate, cache, ledger, upcast
 from floatplan.engine.capability import capability_of, slow_kernel
 from floatplan.engine.casting import HALVES, Arguments, Cast, Caster
 from floatplan.engine.weight_gradient import straight
@@ -205,10 +205,10 @@ def _lower(caster: Caster, overload: str, policy: Policy) -> Cast:
 
 def _widened_by_torch(device_type: str, rule: Rule, native: Callable[..., Any]) -> Rule:
     plain, half_complex = _torch.plain_keys(device_type), torch.complex32
-    other_threads = _torch.other_threads
+    rules_must_run = ledger.rules_must_run
 
     def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs or keys.raw_repr() != plain or other_threads():
+        if kwargs or keys.raw_repr() != plain or rules_must_run():
             return rule(keys, args, kwargs)
         for value in args:
             # Torch's kernel leaves it alone.
@@ -225,11 +225,11 @@ def _lowered_by_torch(
     places, keep = caster.places, cache.cast_plainly
     asked_dtype, device_type, float32 = torch.get_autocast_dtype, caster.device_type, torch.float32
     targets, plain = _Targets(_kind(overload), policy, device_type), _torch.plain_keys(device_type)
-    other_threads = _torch.other_threads
+    rules_must_run = ledger.rules_must_run
 
     def short(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = asked_dtype(device_type)
-        if kwargs or keys.raw_repr() != plain or targets[dtype] is not dtype or other_threads():
+        if kwargs or keys.raw_repr() != plain or targets[dtype] is not dtype or rules_must_run():
             return rule(keys, args, kwargs)
         count, changed = len(args), None
         for place in places:
@@ -283,8 +283,8 @@ def _fit_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
         return mask
     lowest = torch.finfo(dtype).min / 2  # half of it, so that a score can be added
     if torch.finfo(mask.dtype).min >= lowest:
-        return mask.to(dtype)
-    return mask.clamp(min=lowest).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
+        return cache.convert(mask, dtype)
+    return cache.convert(mask.clamp(min=lowest), dtype).masked_fill(mask == -torch.inf, -torch.inf)
 
 
 def _look_up(caster: Caster, policy: Policy, below: Callable[..., Any]) -> Rule:
@@ -338,7 +338,7 @@ def _rounded_once(below: Callable[..., Any], *, over_last: bool) -> Rule:
     def rule(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data = args[0]
         if data.dtype in HALVES and len(args) == 2 and (args[1] in (-1, data.dim() - 1)) is over_last:
-            return below(*args, torch.float32).to(data.dtype)
+            return cache.convert(below(*args, torch.float32), data.dtype)
         return below(*args, **kwargs)
 
     return rule

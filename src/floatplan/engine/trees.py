@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from floatplan.engine import cache
+
 
 def cast_tree(value: Any, chosen: Callable[[Tensor], bool], dtype: torch.dtype) -> Any:
     """A tree of tuples, lists and mappings with every tensor that is ``chosen`` in ``dtype``.
@@ -17,7 +19,7 @@ def cast_tree(value: Any, chosen: Callable[[Tensor], bool], dtype: torch.dtype) 
     those tensors is returned itself.
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if chosen(value) else value
+        return cache.convert(value, dtype) if chosen(value) else value
     if not any(map(chosen, tensors_in(value))):
         return value
     if isinstance(value, Mapping):

@@ -85,6 +85,22 @@ class RunWriter:
         self.folder = folder
         self._file = _opened(folder, goes_on)
 
+    @staticmethod
+    def check(folder: Path) -> None:
+        """Whether a new run can be written there.
+
+        Raises:
+            RunFolderError: the folder is not empty, or is none.
+        """
+        try:
+            occupied = folder.exists() and any(folder.iterdir())
+        except OSError as error:
+            raise RunFolderError(
+                f"{folder} cannot be a run folder: {error.strerror}; choose another"
+            ) from error
+        if occupied:
+            raise RunFolderError(f"run folder {folder} is not empty; choose a new one")
+
     def write(self, record: Line) -> None:
         """Append one record."""
         try:
@@ -210,19 +226,19 @@ def collect_training(
 
 def _opened(folder: Path, goes_on: bool) -> TextIO:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / RUN_FILE
         if goes_on and path.exists():
             _end_last_line(path)
             return path.open("a", encoding="utf-8")
-        occupied = any(folder.iterdir())
-        if not occupied:
-            return path.open("x", encoding="utf-8")
+        RunWriter.check(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return path.open("x", encoding="utf-8")
+    except RunFolderError:
+        raise
     except OSError as error:
         raise RunFolderError(
             f"cannot write a run folder at {folder}: {error.strerror}; choose another"
         ) from error
-    raise RunFolderError(f"run folder {folder} is not empty; choose a new one")
 
 
 def _end_last_line(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from floatplan.step.listener import Listener
 from floatplan.step.rollback import Statistics
 
 
@@ -22,6 +23,7 @@ class Forwards:
 
     Attributes:
         were_in_region: whether any forward ran in the region.
+        listener: told of regions; or None.
     """
 
     def __init__(self, models: Iterable[nn.Module], buffers: Iterable[str], drops: bool) -> None:
@@ -33,6 +35,7 @@ class Forwards:
         self._regions = 0
         self._was_loaded = False
         self.were_in_region = False
+        self.listener: Listener | None = None
         self._watch_loads()
 
     def __len__(self) -> int:
@@ -44,6 +47,8 @@ class Forwards:
         self.were_in_region = True
         self._was_loaded = False
         self._regions += 1
+        if self.listener is not None:
+            self.listener.forward_begins()
         if not self._has_any:
             return
         for kept in (self._kept, self._of_micro_batch):
@@ -53,6 +58,8 @@ class Forwards:
     def leave(self) -> None:
         """The region is left."""
         self._regions -= 1
+        if self.listener is not None:
+            self.listener.forward_ends()
 
     def end_micro_batch(self, is_dropped: bool) -> None:
         """Its statistics stay, or are put back."""
@@ -141,6 +148,9 @@ class Forwards:
         if self._of_micro_batch is not None:
             self._of_micro_batch.load_state_dict(state["micro_batch"])
         self._was_loaded = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "listener": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -257,6 +257,14 @@ class MicroBatches:
         scale = self.scaler._get_scale_async()
         return self.scaler.get_scale() if scale is None else gradients.snapshot(scale)
 
+    def left_to_unscale(self) -> float | Tensor:
+        """By what gradients are to be multiplied, as they are now, to be unscaled and a mean."""
+        if self._divisor is None:
+            return 1.0
+        if isinstance(self._divisor, float):
+            return 1.0 / self._divisor if self._divisor else 1.0
+        return self._divisor.reciprocal()
+
     # --- What there is to say -------------------------------------------------------------------------
 
     def nothing_done(self, why: str) -> Evidence:

@@ -103,6 +103,15 @@ class Windows:
             checks.check_parameters(self._models, self._optimizers)
             self._sizes, self._others = sizes, {}
 
+    def place_of(self, window: Window) -> int | None:
+        """Place of the optimizer that steps alone in ``window``; None where all or several do."""
+        key = next(key for key, known in self._windows.items() if known is window)
+        return key[0] if len(key) == 1 and len(self._all) > 1 else None
+
+    def in_turn(self) -> int:
+        """How many windows there are, each with steps of its own."""
+        return len(self._windows)
+
     def others(self, window: Window) -> list[Tensor]:
         """Parameters of the other optimizers, whose gradients a backward for this window leaves alone."""
         key = next(key for key, known in self._windows.items() if known is window)

@@ -31,18 +31,21 @@ COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 def describe_machine() -> Machine:
     """This machine, with nothing measured."""
-    versions = {"floatplan": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
-        versions=versions,
+        versions=describe_versions(),
         threads=torch.get_num_threads(),
         compiler=find_compiler(),
         devices=tuple(describe_device(torch.device(name)) for name in names),
         load=os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None,
     )
+
+
+def describe_versions() -> dict[str, str]:
+    """floatplan's, torch's, Python's and, where there is one, CUDA's."""
+    versions = {"floatplan": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {**versions, "cuda": torch.version.cuda} if torch.version.cuda else versions
 
 
 def describe_device(device: torch.device) -> Device:

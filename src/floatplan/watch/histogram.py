@@ -85,9 +85,17 @@ class Histograms(Generic[Key]):
         self._waiting: dict[torch.device, int] = {}
         self._small: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
 
-    def add(self, key: Key, tensor: Tensor) -> None:
-        """Count the numbers of a floating-point or complex tensor of any shape, as they are now."""
+    def add(self, key: Key, tensor: Tensor, factor: float | Tensor = 1.0) -> None:
+        """Count the numbers of a floating-point or complex tensor of any shape as they are now.
+
+        Args:
+            key: under which they are counted.
+            tensor: whose numbers.
+            factor: 0-dim if a tensor; the product is rounded to float32.
+        """
         values = _magnitudes(tensor)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            values *= factor
         device = values.device
         known = self._keys.setdefault(device, {})
         place = known.setdefault(key, len(known))

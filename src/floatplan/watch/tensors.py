@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from floatplan.engine.trees import tensors_in
+from floatplan.errors import PolicyError
+from floatplan.formats import format_of
 from floatplan.policy import packet
 
 # They move no numbers, or make room for some.
@@ -33,6 +35,14 @@ CHOOSERS = frozenset(f"aten::{name}" for name in ("where", "masked_fill", "maske
 def short(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """``bf16`` for ``torch.bfloat16``; of one that has no short name, torch's."""
+    try:
+        return format_of(dtype).name
+    except PolicyError:
+        return short(dtype)
 
 
 def is_number_format(dtype: torch.dtype) -> bool:

@@ -1,0 +1,386 @@
+"""``record``: write down what a training does, and every so often all that its numbers look like."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from floatplan.errors import RecordingError
+from floatplan.records import (
+    FindingRecord,
+    KnownStep,
+    StepFacts,
+    StepResult,
+    TrainingHeader,
+)
+from floatplan.report.runfile import RUN_FILE, RunWriter
+from floatplan.scaling.evidence import STEPPED
+from floatplan.tune.measure import describe_device, describe_versions
+from floatplan.watch.clock import Clock, Moment
+from floatplan.watch.statistics import StepNumbers, Subject
+from floatplan.watch.steps import MOST_PENDING, Lines, RecordedStep, Sink, Timed
+
+
+class Recording:
+    """Records one training: see `record`, and `Amp(record=...)`.
+
+    Attributes:
+        folder: of the run.
+        every: numbers are recorded at each so many steps, from the first on.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int, sinks: Sequence[Sink] = ()) -> None:
+        self.folder, self.every = Path(folder), _checked_every(every)
+        self._given = list(sinks)
+        self._lines: Lines | None = None
+        self._subject: Subject | None = None
+        self._models: list[nn.Module] = []
+        self._steps = 0
+        self._last_end: Moment | None = None
+        self._optimizers = 1
+        self._step: RecordedStep | None = None
+        self._regions = 0
+        self._entered = ExitStack()
+        self._is_closed = self._is_own_loop = False
+        self._occupied()
+
+    def _occupied(self) -> bool:
+        """Whether the folder holds a run, with which only a training may go on that resumes.
+
+        Raises:
+            RunFolderError: it holds something else, or cannot be a folder.
+        """
+        if (self.folder / RUN_FILE).exists():
+            return True
+        RunWriter.check(self.folder)
+        return False
+
+    # --- The training ---------------------------------------------------------------------------------
+
+    def attach(self, models: Iterable[nn.Module], precision: str, accumulate: int, own: bool = False) -> None:
+        """Record the training of these models; ``own`` says by a loop of the user's own.
+
+        Raises:
+            RecordingError: it records another already.
+        """
+        if self._models:
+            raise RecordingError("a recording is of one training; make another with fp.record(...)")
+        self._models = list(models)
+        self._precision, self._accumulate = precision, accumulate
+        device = next((p.device for model in self._models for p in model.parameters()), torch.device("cpu"))
+        self._device, self._clock, self._is_own_loop = device, Clock(device), own
+        if own:
+            self._begin_own()
+
+    def _open(self) -> Lines:
+        """The lines, whose header is written when the first step begins: what it resumes is known then."""
+        if self._lines is None:
+            subject = Subject(self._models)
+            resumes = self._steps > 0
+            if self._occupied() and not resumes:
+                raise RecordingError(
+                    f"{self.folder} holds the run of another training; name a new folder, or, to go on with "
+                    "that training, load its checkpoint before the first step"
+                )
+            sinks: list[Sink] = []
+            if _is_first_rank():
+                sinks = [RunWriter(self.folder, goes_on=resumes), *self._given]
+            self._subject, self._lines = subject, Lines(sinks)
+            self._lines.write(self._header(subject))
+            self._finalizer = weakref.finalize(self, self._lines.close)
+        return self._lines
+
+    def _header(self, subject: Subject) -> TrainingHeader:
+        said = []
+        if subject.fused:
+            names = ", ".join(name or "the model" for name in subject.fused[:6])
+            said.append(f"compiled, so that only what comes out is seen, and no cast inside: {names}")
+        ranks = torch.distributed.get_world_size() if _has_ranks() else 1
+        if ranks > 1:
+            said.append(f"numbers are those of the first of {ranks} ranks")
+        device = describe_device(self._device)
+        return TrainingHeader(
+            model=", ".join(type(model).__name__ for model in self._models),
+            precision=self._precision,
+            parameters=sum(p.numel() for p in subject.parameters.values() if p.requires_grad),
+            modules=tuple(subject.modules),
+            fingerprint=_fingerprint(subject),
+            every=self.every,
+            accumulate=self._accumulate,
+            device=str(self._device),
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            versions=describe_versions(),
+            machine={"device": f"{device.model} ({', '.join(device.features)})"},
+            ranks=ranks,
+            notes=tuple(said),
+            after=self._steps,
+        )
+
+    def _begun(self) -> RecordedStep:
+        """The step under way; the next one begins if there is none."""
+        if self._step is None:
+            lines = self._open()
+            self._step = RecordedStep(self._steps + 1, self._last_end)
+            assert self._subject is not None
+            # Steps of optimizers in turn: as many in a row as there are, so that each has its own.
+            if lines.sinks and self._steps // self._optimizers % self.every == 0:
+                self._step.numbers = StepNumbers(self._subject)
+        return self._step
+
+    # --- What an Amp tells ----------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A region is entered."""
+        self._regions += 1
+        if self._regions > 1 or not torch.is_grad_enabled() or self._is_closed:
+            return
+        step = self._begun()
+        if step.numbers is not None:
+            self._entered.enter_context(step.numbers.casts_heard())
+        self._began = self._clock.now()
+        self._entered.callback(self._forward_ended, step)
+
+    def _forward_ended(self, step: RecordedStep) -> None:
+        step.spans["forward"].append((self._began, self._clock.now()))
+
+    def forward_ends(self) -> None:
+        """It is left."""
+        self._regions -= 1
+        if not self._regions:
+            self._entered.close()
+
+    def timed(self, part: str) -> AbstractContextManager[Any]:
+        """What runs in this context is this part of the step."""
+        return nullcontext() if self._is_closed else Timed(self._clock, self._begun().spans[part])
+
+    def backward_of(self, loss: Tensor) -> AbstractContextManager[Any]:
+        """The backward of ``loss``, not scaled, runs in this context."""
+        if not self._is_closed:
+            self._begun().losses.append(loss.detach())
+        return self.timed("backward")
+
+    def micro_batch_ended(self) -> None:
+        """What follows is another forward."""
+        if self._step is not None and self._step.numbers is not None:
+            self._step.numbers.micro_batch_ended()
+
+    def gradients_are_there(self, factor: float | Tensor) -> None:
+        """All backwards of a step ran; the parameters' gradients, times ``factor``, are unscaled."""
+        if self._step is not None and self._step.numbers is not None:
+            self._step.numbers.gradients(factor)
+
+    def stepped(self) -> None:
+        """The optimizer stepped, or may have: what it changed can be seen, and gradients are still there."""
+        if self._step is not None and self._step.numbers is not None:
+            self._step.numbers.stepped()
+
+    def step_ended(
+        self,
+        result: StepResult,
+        *,
+        refused: bool = False,
+        micro_batches: int = 1,
+        optimizer: int | None = None,
+        optimizers: int = 1,
+    ) -> None:
+        """A step is over, and ``result`` is read when its line is written.
+
+        Args:
+            result: of the step.
+            refused: whether it is known to be.
+            micro_batches: how many it had.
+            optimizer: place of the one that stepped alone; None for all.
+            optimizers: how many step in turn.
+        """
+        if self._is_closed:
+            return
+        step, self._step = self._begun(), None
+        lines = self._open()
+        step.end, step.result, step.optimizer = self._clock.now(), result, optimizer
+        step.micro_batches = max(1, micro_batches)
+        self._steps += 1
+        self._optimizers = max(optimizers, self._optimizers)
+        lines.pending.append(step)
+        if step.numbers is not None:
+            step.numbers.close()
+        if step.numbers is not None or refused or len(lines.pending) >= MOST_PENDING:
+            lines.flush()
+        self._last_end = step.end if step.numbers is None and not refused else self._clock.now()
+
+    def step_thrown_away(self) -> None:
+        """What there was of a step will not be one."""
+        step, self._step = self._step, None
+        if step is not None and step.numbers is not None:
+            step.numbers.close()
+
+    def found(self, finding: FindingRecord) -> None:
+        """Why a step was bad."""
+        if not self._is_closed:
+            lines = self._open()
+            lines.flush()
+            lines.write(finding)
+
+    @property
+    def steps(self) -> int:
+        """How many steps are over; those before a checkpoint included."""
+        return self._steps
+
+    def go_on_after(self, steps: int) -> None:
+        """The training goes on from a checkpoint that was taken after so many steps."""
+        self.step_thrown_away()
+        self._steps, self._last_end = steps, None
+        if self._lines is not None and self._subject is not None:
+            self._lines.flush()
+            self._lines.write(self._header(self._subject))
+
+    # --- A loop of one's own --------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | None = None, result: StepResult | None = None) -> None:
+        """An optimizer step of a loop without an Amp is over; gradients are still there.
+
+        Args:
+            loss: one number, not scaled.
+            result: of `GradScaler.step`; None where the optimizer stepped by itself.
+
+        Raises:
+            RecordingError: the recording was not given models, or is an Amp's.
+        """
+        if not self._is_own_loop:
+            raise RecordingError(
+                "step() is for a loop without an Amp, and takes a recording that was given the models: "
+                "fp.record(folder, model). An Amp records its steps itself"
+            )
+        if self._is_closed:
+            return
+        step = self._begun()
+        if loss is not None:
+            step.losses.append(loss.detach())
+        if step.numbers is not None:
+            step.numbers.gradients(1.0)
+            step.numbers.stepped()
+        self._entered.close()
+        plain = KnownStep(StepFacts(True, False, STEPPED, 1.0), 1.0)
+        self.step_ended(StepResult(plain) if result is None else result)
+        self._begin_own()
+
+    def _begin_own(self) -> None:
+        """The next step of a loop of one's own begins where the last one ended."""
+        step = self._begun()
+        if step.numbers is not None:
+            self._entered.enter_context(step.numbers.casts_heard())
+
+    def close(self) -> None:
+        """Write what waits, and record no more."""
+        self._entered.close()
+        self.step_thrown_away()
+        self._is_closed = True
+        if self._lines is not None:
+            self._lines.close()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise RecordingError("a recording cannot be copied: two would write to one folder")
+
+
+def record(
+    folder: str | os.PathLike[str],
+    models: nn.Module | Sequence[nn.Module] | None = None,
+    *,
+    every: int = 50,
+    precision: str = "",
+) -> Recording:
+    """Write down what a training does, for ``floatplan report`` to show.
+
+    Each step gets a line: loss, loss scale, gradient norm, whether it was taken or why not, what its phases
+    took. At each ``every``-th step, from the first on, numbers are counted: of what each module returns, of
+    what flows back into it, of weights, their gradients and updates. From these follow what each format would
+    lose, and how many updates rounding took. Nothing of the training changes, bit for bit.
+
+    With an Amp: ``fp.Amp(model, optimizer, "fp16", record=fp.record("runs/x", every=100))``, or
+    ``record="runs/x"`` for what is by default. In a loop of one's own::
+
+        with fp.record("runs/x", model) as recording:
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.step()
+                recording.step(loss)
+
+    Numbers of a step need memory for a copy of the weights, and none otherwise. A file that cannot be written
+    any more ends the recording with a warning, not the training.
+
+    Args:
+        folder: a new one, in which ``run.jsonl`` is written; or that of a run that a checkpoint goes on with.
+        models: those of a loop without an Amp.
+        every: steps from one count of numbers to the next.
+        precision: of a loop without an Amp, for the report.
+
+    Raises:
+        RunFolderError: the folder is not empty, or cannot be one.
+        RecordingError: an argument does not fit.
+    """
+    recording = Recording(folder, every)
+    if models is not None:
+        found = [models] if isinstance(models, nn.Module) else list(models)
+        if not found or not all(isinstance(model, nn.Module) for model in found):
+            raise RecordingError(f"models must be a torch.nn.Module or several, got {models!r}")
+        recording.attach(found, precision, 1, own=True)
+    return recording
+
+
+def recording_of(
+    given: str | os.PathLike[str] | Recording | None,
+    models: Iterable[nn.Module],
+    precision: str,
+    accumulate: int,
+) -> Recording | None:
+    """What records the training of an Amp that was given this.
+
+    Raises:
+        RecordingError: it is no folder and no recording, or one of another training.
+        RunFolderError: the folder cannot be one.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike | Recording):
+        raise RecordingError(f"record must be a folder or fp.record(folder), got {given!r}")
+    recording = given if isinstance(given, Recording) else record(given)
+    recording.attach(models, precision, accumulate)
+    return recording
+
+
+def _fingerprint(subject: Subject) -> str:
+    shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in subject.parameters.items())
+    return hashlib.sha256(shapes.encode()).hexdigest()[:16]
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _is_first_rank() -> bool:
+    return not _has_ranks() or torch.distributed.get_rank() == 0
+
+
+def _checked_every(every: object) -> int:
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return every
+    raise RecordingError(f"every must be a count of steps of at least 1, got {every!r}")

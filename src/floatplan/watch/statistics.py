@@ -1,0 +1,199 @@
+"""The numbers of one step: what modules return, what flows back, weights, their gradients, updates, casts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from floatplan import _torch
+from floatplan.engine import ledger
+from floatplan.engine.trees import tensors_in
+from floatplan.records import CastsRecord, LostUpdates, NumbersRecord
+from floatplan.watch.casts import CastLedger
+from floatplan.watch.histogram import Histograms
+from floatplan.watch.tensors import format_name, is_number_format
+from floatplan.watch.updates import Updates, local
+
+Key = tuple[str, str, torch.dtype]
+"""What, name, and format in which the numbers lie."""
+
+
+class Subject:
+    """What is recorded: modules and parameters by name.
+
+    Args:
+        models: with several, names begin with the number of theirs.
+
+    Attributes:
+        modules: by qualified name; those inside of a compiled module are fused away and left out.
+        parameters: by qualified name, each once.
+        fused: names of compiled modules.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.fused: list[str] = []
+        for number, model in enumerate(models):
+            before = "" if len(models) == 1 else f"{number}."
+            inside: str | None = None
+            for name, module in model.named_modules():
+                if inside is not None and (not inside or name.startswith(f"{inside}.")):
+                    continue
+                self.modules[(before + name).rstrip(".") if not name else before + name] = module
+                if is_compiled(module):
+                    inside = name
+                    self.fused.append(before + name)
+            known = set(map(id, self.parameters.values()))
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in known and is_number_format(parameter.dtype):
+                    self.parameters[before + name] = parameter
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of ``module`` run in graphs in which the modules inside cannot be told apart."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+class StepNumbers:
+    """Listens to the modules of a ``subject`` during one step.
+
+    Counting happens where the tensors lie and waits for no device; `records` waits once.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._histograms: Histograms[Key] = Histograms()
+        self._casts = CastLedger()
+        self._running: list[str] = []
+        self._last: tuple[weakref.ref[Tensor], int] | None = None
+        self._thread = threading.get_ident()
+        self._met: set[str] = set()
+        self._handles: list[Any] = []
+        self._wrapped: list[nn.Module] = []
+        for name, parameter in subject.parameters.items():
+            self._histograms.add(("weight", name, parameter.dtype), local(parameter))
+        self._updates = Updates(subject.parameters)
+        for name, module in subject.modules.items():
+            if module._compiled_call_impl is not None:
+                self._wrap(name, module)
+                continue
+            self._handles.append(module.register_forward_pre_hook(_Hook(self._enter, name)))
+            self._handles.append(module.register_forward_hook(_Hook(self._leave, name)))
+
+    # --- Forward and backward -------------------------------------------------------------------------
+
+    def casts_heard(self) -> AbstractContextManager[None]:
+        """Casts of regions of this thread are counted in this context."""
+        self._running.clear()
+        return ledger.heard(self._cast)
+
+    def micro_batch_ended(self) -> None:
+        """What follows is another forward."""
+        self._met.clear()
+        self._running.clear()
+
+    def gradients(self, factor: float | Tensor) -> None:
+        """Count gradients of parameters as they are now; ``factor`` takes a scale out of them."""
+        for name, parameter in self._subject.parameters.items():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                self._histograms.add(("weight gradient", name, gradient.dtype), gradient, factor)
+
+    def stepped(self) -> None:
+        """The step was taken, and gradients are still there."""
+        self._updates.compare(self._histograms)
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._running.append(name)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
+        while self._running and self._running.pop() != name:
+            pass  # left by an exception that the model caught
+        in_backward = _torch.running_node() is not None
+        is_other_thread = threading.get_ident() != self._thread and not in_backward
+        if not torch.is_grad_enabled() or is_other_thread or _torch.is_transformed():
+            return
+        # The forward that a checkpoint runs again was met before, unless it ran without gradients.
+        if not (in_backward and name in self._met):
+            self._met.add(name)
+            self._look(name, result)
+
+    def _look(self, name: str, result: Any) -> None:
+        for tensor in tensors_in(result):
+            if not is_number_format(tensor.dtype):
+                continue
+            if self._last is not None and self._last[0]() is tensor and self._last[1] == tensor._version:
+                continue  # of the last module inside, handed on
+            self._last = weakref.ref(tensor), tensor._version
+            self._histograms.add(("activation", name, tensor.dtype), tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(_Hook(self._flowed_back, name))  # type: ignore[no-untyped-call]
+
+    def _flowed_back(self, name: str, gradient: Tensor) -> None:
+        self._histograms.add(("gradient", name, gradient.dtype), gradient)
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._casts.note(self._running[-1] if self._running else "", tensor, dtype)
+
+    def _wrap(self, name: str, module: nn.Module) -> None:
+        """Look at what a compiled module returns, from outside of its graphs, which hooks are part of."""
+        call = module._compiled_call_impl
+        assert call is not None
+
+        def looking(*args: Any, **kwargs: Any) -> Any:
+            self._enter(name, module, args)
+            result = call(*args, **kwargs)
+            self._leave(name, module, args, result)
+            return result
+
+        module._compiled_call_impl = looking
+        looking.__wrapped__ = call  # type: ignore[attr-defined]
+        self._wrapped.append(module)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._wrapped:
+            module._compiled_call_impl = module._compiled_call_impl.__wrapped__  # type: ignore[union-attr]
+        self._handles, self._wrapped = [], []
+
+    # --- What there is to say -------------------------------------------------------------------------
+
+    def records(
+        self, step: int, scale: float, was_taken: bool
+    ) -> Iterator[NumbersRecord | LostUpdates | CastsRecord]:
+        """All of the step, ``scale`` being the loss scale; nothing of updates if it was not taken."""
+        for (what, name, dtype), numbers in self._histograms.read().items():
+            if what == "update" and not was_taken:
+                continue
+            factor = scale if what == "gradient" else 1.0
+            yield NumbersRecord(step, what, name, format_name(dtype), factor, numbers)  # type: ignore[arg-type]
+        if was_taken:
+            yield from self._updates.records(step)
+        yield from self._casts.records(step)
+
+
+class _Hook:
+    """A hook with the name of its module. A copy of a model that carries one has one that does nothing."""
+
+    def __init__(self, call: Callable[..., None], name: str) -> None:
+        self._call, self._name = call, name
+
+    def __call__(self, *args: Any) -> None:
+        # Dynamo leaves it out of what it compiles.
+        if not torch.compiler.is_compiling():
+            self._call(self._name, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing, self._name)
+
+
+def _nothing(*_: Any) -> None: ...

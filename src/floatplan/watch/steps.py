@@ -1,0 +1,137 @@
+"""The steps of a recorded training: what is kept of each until its lines are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from floatplan.errors import FloatplanError
+from floatplan.records import StepResult, TrainedStep, TrainingHeader, TrainingRecord
+from floatplan.step import notes
+from floatplan.watch.clock import Clock, Moment, Span, seconds
+from floatplan.watch.statistics import StepNumbers
+
+MOST_PENDING = 1000
+"""Steps whose lines wait to be written together."""
+PARTS = "forward", "backward", "step"
+
+
+class Sink(Protocol):
+    """What is told of records."""
+
+    def write(self, record: TrainingHeader | TrainingRecord) -> None:
+        """One record."""
+
+    def flush(self) -> None:
+        """No more come for a while."""
+
+    def close(self) -> None:
+        """There are no more."""
+
+
+@dataclass
+class RecordedStep:
+    """A step under way, and until its lines are written.
+
+    Attributes:
+        number: from 1.
+        spans: what its phases took.
+        losses: of its backwards, not scaled.
+        micro_batches: how many it had.
+        numbers: what was counted in it; None for most.
+        begin: the end of the step before; None where the recorder worked meanwhile.
+    """
+
+    number: int
+    begin: Moment | None
+    spans: dict[str, list[Span]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    losses: list[Tensor] = field(default_factory=list)
+    micro_batches: int = 1
+    numbers: StepNumbers | None = None
+    end: Moment | None = None
+    result: StepResult | None = None
+    optimizer: int | None = None
+
+
+class Lines:
+    """Steps that are over, and where their lines go."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self.sinks, self.pending = sinks, list[RecordedStep]()
+
+    def flush(self) -> None:
+        """Write the lines of all steps that wait; waits for the device."""
+        pending, self.pending = self.pending, []
+        try:
+            for step in pending:
+                for record in _records(step):
+                    self.write(record)
+            for sink in self.sinks:
+                sink.flush()
+        except (FloatplanError, OSError) as error:
+            self._give_up(error)
+
+    def write(self, record: TrainingHeader | TrainingRecord) -> None:
+        """One record, to all."""
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _give_up(self, error: Exception) -> None:
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            with suppress(FloatplanError, OSError):
+                sink.close()
+        notes.warn(f"the training is recorded no more, and goes on: {error}")
+
+    def close(self) -> None:
+        """Write what waits, and close."""
+        self.flush()
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            sink.close()
+
+
+class Timed:
+    """What runs in this context is one more span."""
+
+    def __init__(self, clock: Clock, spans: list[Span]) -> None:
+        self._clock, self._spans = clock, spans
+
+    def __enter__(self) -> None:
+        self._begin = self._clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((self._begin, self._clock.now()))
+
+
+def _records(step: RecordedStep) -> Iterable[TrainingRecord]:
+    result = step.result
+    assert result is not None
+    loss = None
+    if step.losses:
+        loss = sum(float(one) for one in step.losses) / step.micro_batches
+    took: dict[str, float | None] = dict.fromkeys(PARTS)
+    whole = None
+    if step.begin is not None and step.end is not None and step.numbers is None:
+        whole = seconds([(step.begin, step.end)])
+        took = {part: seconds(spans) if spans else None for part, spans in step.spans.items()}
+    yield TrainedStep(
+        step.number,
+        result.stepped,
+        result.reason,
+        result.scale,
+        result.next_scale,
+        result.grad_norm,
+        result.culprit,
+        result.skips_in_a_row,
+        loss,
+        step.optimizer,
+        whole,
+        *(took[part] for part in PARTS),
+    )
+    if step.numbers is not None:
+        yield from step.numbers.records(step.number, result.scale, result.stepped)
