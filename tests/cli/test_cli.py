@@ -60,7 +60,7 @@ def test_the_public_surface_is_pinned() -> None:
                 "--task",
             ]
         ),
-        "report": ["run"],
+        "report": ["--json", "--out", "--text", "run"],
     }
 
 

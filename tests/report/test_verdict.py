@@ -268,7 +268,7 @@ def test_updates_lost_in_low_weights_are_bad() -> None:
     ("stepped", "level", "words"),
     [
         ((True,) * 10, "good", "The loss scale stayed at 8. No step was skipped."),
-        ((False, *(True,) * 9), "good", "1 of 10 steps was skipped, the last at step 1: overflow in w."),
+        ((False, *(True,) * 9), "good", "1 of 10 steps was skipped, the last at step 1: overflow (w)."),
         ((*(True,) * 7, False, False, False), "bad", "The last 3 steps were all skipped."),
         ((*(True,) * 90, *(False, True) * 5), "bad", "10 % of the steps were skipped"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -23,6 +23,21 @@ MOST_POINTS = 1000
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a reader picks at a figure: from a menu, or on a slider.
+
+    Attributes:
+        label: what is picked.
+        options: in words.
+        slider: whether they are places in an order.
+    """
+
+    label: str
+    options: tuple[str, ...]
+    slider: bool = False
+
+
+@dataclass(frozen=True)
 class Figure:
     """One plot.
 
@@ -32,7 +47,13 @@ class Figure:
         caption: what to look at, in a sentence.
         traces: plotly.js traces.
         layout: plotly.js layout, without colours, which follow the page.
-        wide: whether it takes the page's whole width.
+        wide: whether it takes half of the page's width, and not a third.
+        full: whether it takes all of that.
+        height: in pixels.
+        choices: what a reader picks.
+        frames: by the places of the options picked, with "|" between: what the first traces have in place of
+            their own ("traces"), and the layout ("layout").
+        legend: HTML below the plot.
     """
 
     name: str
@@ -41,6 +62,11 @@ class Figure:
     traces: list[Json]
     layout: Json
     wide: bool = False
+    full: bool = False
+    height: int = 300
+    choices: tuple[Choice, ...] = ()
+    frames: dict[str, Json] = field(default_factory=dict)
+    legend: str = ""
 
 
 def figures(run: Run) -> tuple[Figure, ...]:

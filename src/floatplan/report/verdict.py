@@ -175,13 +175,18 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number:,} times"
 
 
+def _in_brackets(*words: str) -> str:
+    said = ", ".join(filter(None, words))
+    return f" ({said})" if said else ""
+
+
 def _skips(run: TrainingRun) -> str:
     skipped = [one for one in run.steps if not one.stepped]
     if not skipped:
         return "No step was skipped." if is_scaled(run) else ""
     causes = Counter((one.reason, one.culprit) for one in skipped).most_common(3)
     said = "; ".join(
-        f"{reason}{f' in {culprit}' if culprit else ''}{f' ({number:,} times)' if number > 1 else ''}"
+        f"{reason}{_in_brackets(culprit or '', f'{number:,} times' if number > 1 else '')}"
         for (reason, culprit), number in causes
     )
     return (
