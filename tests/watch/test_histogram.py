@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 
 from floatplan.formats import FORMATS
 from floatplan.records.numbers import LEAST, WHAT_IF, Numbers, boundaries, overflows_from, underflows_below
-from floatplan.watch.histogram import BINS, PENDING, SMALL, Histograms, numbers_of
+from floatplan.watch.histogram import (
+    BINS,
+    PENDING,
+    SAMPLE,
+    SMALL,
+    Histograms,
+    numbers_of,
+    order_of,
+    sample,
+)
 
 FLOAT32 = st.floats(width=32)
 EDGES = sorted(
@@ -87,30 +97,81 @@ def test_nothing_has_no_shares() -> None:
     assert Histograms().read() == {}
 
 
+def counted(tensor: torch.Tensor) -> Numbers:
+    """By NumPy, of the sample that is documented."""
+    array = tensor.float().abs().numpy().ravel()
+    step = -(-array.size // SAMPLE) or 1
+    while step > 1 and math.gcd(step, array.size) > 1:
+        step += 1
+    bins = numpy.bincount(numpy.searchsorted(boundaries(), array[::step], "right"), minlength=BINS)
+    is_finite = bool(numpy.isfinite(array).all())
+    among = array if is_finite else array[::step]
+    largest = float(among[numpy.isfinite(among)].max(initial=0))
+    return Numbers(tuple(bins.tolist()), largest, array.size, is_finite)
+
+
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1, 7, SMALL, SMALL + 1, 2**18 + 3])),
-        max_size=8,
+        st.tuples(
+            st.sampled_from("abc"),
+            st.sampled_from([0, 1, 7, SMALL, SMALL + 1, SAMPLE, SAMPLE + 1, 3 * 2**16]),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+        ),
+        max_size=6,
     ),
     st.integers(0, 2**32),
 )
 @settings(max_examples=25, deadline=None)
-def test_many_tensors_together_count_as_each_alone(added: list[tuple[str, int]], seed: int) -> None:
+def test_many_tensors_together_count_as_each_alone(
+    added: list[tuple[str, int, torch.dtype]], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     histograms: Histograms[str] = Histograms()
     alone: dict[str, Numbers] = {}
-    for key, size in added:
-        values = torch.randn(size, generator=generator) * 2.0 ** torch.randint(
-            -140, 120, (size,), generator=generator
-        )
-        values[: size // 5] = math.inf
+    for key, size, of in added:
+        powers = 2.0 ** torch.randint(-140, 120, (size,), generator=generator)
+        values = (torch.randn(size, generator=generator) * powers).to(of)
+        values[: size // 5] = math.inf if size % 2 else 1.0
         histograms.add(key, values.clone())
-        array = values.abs().numpy()
-        bins = numpy.bincount(numpy.searchsorted(boundaries(), array, "right"), minlength=BINS)
-        largest = float(array[numpy.isfinite(array)].max(initial=0))
-        one = Numbers(tuple(bins.tolist()), largest)
+        one = counted(values)
         alone[key] = alone[key] + one if key in alone else one
-    assert histograms.read() == alone
+    found = histograms.read()
+    assert {key: replace(one, largest=0.0) for key, one in found.items()} == {
+        key: replace(one, largest=0.0) for key, one in alone.items()
+    }
+    for key, one in found.items():
+        # Where some is not finite, the largest of the others is that of the samples.
+        assert one.largest == alone[key].largest or not one.is_finite
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (700, 700), (3, 5, 7, 11, 401)])
+def test_a_sample_prefers_no_row_and_no_column(shape: tuple[int, ...]) -> None:
+    tensor = torch.empty(shape)
+    indices = sample(torch.arange(tensor.numel()).reshape(shape), range(len(shape)))
+    assert SAMPLE // 3 < len(indices) <= SAMPLE
+    for size in shape:
+        met = torch.bincount(indices % size, minlength=size)
+        assert met.min() > 0.9 * len(indices) / size - 2
+        assert met.max() < 1.1 * len(indices) / size + 2
+
+
+def test_what_a_sample_misses_shows_if_it_is_large_or_not_finite() -> None:
+    tensor = torch.ones(2**19)
+    missed = next(place for place in range(9) if place not in sample(torch.arange(2**19), (0,))[:9].tolist())
+    tensor[missed] = 70000.0
+    found = numbers_of(tensor)
+    assert (found.largest, found.size, found.is_finite) == (70000.0, 2**19, True)
+    assert found.overflow("fp16") == 2**-19
+    assert found.overflow("bf16") == found.not_finite == 0
+    tensor[missed] = -math.inf
+    found = numbers_of(tensor)
+    assert (found.largest, found.is_finite, found.not_finite) == (1.0, False, 2**-19)
+
+
+def test_elements_are_taken_in_the_order_of_memory() -> None:
+    tensor = torch.randn(64, 33, 17, 19).to(memory_format=torch.channels_last)
+    view = sample(tensor, order_of(tensor))
+    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_small_tensors_wait_in_bounded_memory() -> None:

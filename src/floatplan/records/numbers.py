@@ -45,20 +45,24 @@ def boundaries() -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of one tensor, or of several.
+    """The numbers of one tensor, or of several: of large ones, of an even sample.
 
     Attributes:
         bins: how many lie in each bin: below the first of `boundaries`, that is 0; between two of them; and,
             last, those that are not finite.
-        largest: magnitude of the largest finite one.
+        largest: magnitude of the largest finite one, of all where they are all finite.
+        size: how many there are; 0 stands for as many as are counted.
+        is_finite: whether all are, counted or not.
     """
 
     bins: tuple[int, ...]
     largest: float
+    size: int = 0
+    is_finite: bool = True
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many are counted."""
         return sum(self.bins)
 
     @property
@@ -68,16 +72,17 @@ class Numbers:
 
     @property
     def not_finite(self) -> float:
-        """Share of inf and NaN."""
-        return self._share(self.bins[-1])
+        """Share of inf and NaN; of a sample without any, that of one number if there are some elsewhere."""
+        return self._share(self.bins[-1]) or (0.0 if self.is_finite else self._one())
 
     def underflow(self, name: str) -> float:
         """Share that is not 0 and would be in a format."""
         return self._share(sum(self.bins[1 : self._from(underflows_below(name))]))
 
     def overflow(self, name: str) -> float:
-        """Share that is finite and would not be in a format."""
-        return self._share(sum(self.bins[self._from(overflows_from(name)) : -1]))
+        """Share that is finite and would not be in a format; of a sample as `not_finite`."""
+        above = self._share(sum(self.bins[self._from(overflows_from(name)) : -1]))
+        return above or (self._one() if self.largest >= overflows_from(name) else 0.0)
 
     def exponents(self) -> dict[int, int]:
         """How many of the finite ones but 0 have each exponent, floor(log2(magnitude)); see `LEAST`."""
@@ -90,7 +95,11 @@ class Numbers:
 
     def __add__(self, other: Numbers) -> Numbers:
         bins = tuple(one + more for one, more in zip(self.bins, other.bins, strict=True))
-        return Numbers(bins, max(self.largest, other.largest))
+        size = (self.size or self.count) + (other.size or other.count)
+        return Numbers(bins, max(self.largest, other.largest), size, self.is_finite and other.is_finite)
+
+    def _one(self) -> float:
+        return 1 / max(1, self.size, self.count)
 
     def _share(self, number: int) -> float:
         return number / self.count if self.count else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, fields
+from functools import cache
 from typing import Any, TypeAlias
 
 from floatplan.records import (
@@ -53,15 +54,24 @@ _KINDS: dict[str, type[Line]] = {
     "finding": FindingRecord,
 }
 _KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
+_FLAT = (StepRecord, TrainedStep, NumbersRecord, LostUpdates, CastsRecord)
 
 
 def text_of(record: Line) -> str:
     """A record as a line, without its end."""
-    values = asdict(record)
+    of_type: type = type(record)
+    # Of the many records of a training ``asdict`` would copy each number.
+    values = {name: getattr(record, name) for name in _names(of_type)} if of_type in _FLAT else asdict(record)
     if isinstance(record, NumbersRecord):
-        values["numbers"]["bins"] = [pair for pair in enumerate(record.numbers.bins) if pair[1]]
-    line = {"kind": _KIND_OF[type(record)], **values}
+        found = {name: getattr(record.numbers, name) for name in _names(Numbers)}
+        values["numbers"] = {**found, "bins": [pair for pair in enumerate(record.numbers.bins) if pair[1]]}
+    line = {"kind": _KIND_OF[of_type], **values}
     return json.dumps(_json_safe(line), allow_nan=False, ensure_ascii=False)
+
+
+@cache
+def _names(of_type: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(of_type))
 
 
 def parse_line(line: str) -> Line:
@@ -100,7 +110,8 @@ def _numbers(values: dict[str, Any]) -> Numbers:
         if not 0 <= place < len(bins):
             raise ValueError(f"a histogram with a bin {place}, of {len(bins)}")
         bins[place] = count
-    return Numbers(tuple(bins), float(values["largest"]))
+    rest = {name: value for name, value in values.items() if name in ("size", "is_finite")}
+    return Numbers(tuple(bins), float(values["largest"]), **rest)
 
 
 def _diagnosis(values: dict[str, Any]) -> Diagnosis:

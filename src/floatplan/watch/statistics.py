@@ -18,7 +18,7 @@ from floatplan.records import CastsRecord, LostUpdates, NumbersRecord
 from floatplan.watch.casts import CastLedger
 from floatplan.watch.histogram import Histograms
 from floatplan.watch.tensors import format_name, is_number_format
-from floatplan.watch.updates import Updates, local
+from floatplan.watch.updates import Updates
 
 Key = tuple[str, str, torch.dtype]
 """What, name, and format in which the numbers lie."""
@@ -78,7 +78,7 @@ class StepNumbers:
         self._handles: list[Any] = []
         self._wrapped: list[nn.Module] = []
         for name, parameter in subject.parameters.items():
-            self._histograms.add(("weight", name, parameter.dtype), local(parameter))
+            self._histograms.add(("weight", name, parameter.dtype), parameter)
         self._updates = Updates(subject.parameters)
         for name, module in subject.modules.items():
             if module._compiled_call_impl is not None:
@@ -102,8 +102,8 @@ class StepNumbers:
     def gradients(self, factor: float | Tensor) -> None:
         """Count gradients of parameters as they are now; ``factor`` takes a scale out of them."""
         for name, parameter in self._subject.parameters.items():
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
+            gradient = parameter.grad
+            if gradient is not None:
                 self._histograms.add(("weight gradient", name, gradient.dtype), gradient, factor)
 
     def stepped(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from floatplan.formats import FORMATS
 from floatplan.records import LostUpdates
-from floatplan.watch.histogram import SMALL, Histograms
+from floatplan.watch.histogram import SMALL, Histograms, local, order_of, sample
 from floatplan.watch.tensors import format_name
 
 NARROWER = {
@@ -23,15 +22,27 @@ NARROWER = {
 """Formats of which it is told what they would have lost, by that of the weights."""
 
 
-class _Group(NamedTuple):
-    """Parameters of one dtype and device that are looked at together; a large one alone."""
+class _Watched(NamedTuple):
+    """A parameter, and a sample of its weights as they were; see `sample`."""
 
-    names: list[str]
-    before: list[Tensor]
+    name: str
+    parameter: Tensor
+    before: Tensor
+
+    def now(self) -> Tensor:
+        """The same sample now."""
+        weights = local(self.parameter)
+        return sample(weights, order_of(weights))
+
+    def gradient(self) -> Tensor:
+        """That of the gradient."""
+        assert self.parameter.grad is not None
+        gradient = local(self.parameter.grad)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        return sample(gradient, order_of(local(self.parameter)))
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """``counts``: shape (2 + formats, parameters), int64: with a gradient, lost, lost in each format."""
 
     names: list[str]
@@ -40,29 +51,28 @@ class _Found:
 
 
 class Updates:
-    """Weights as they are before a step. Holds a copy of each.
+    """Weights as they are before a step: a sample of at most `SAMPLE` of each parameter.
 
     Args:
         parameters: name to parameter, of real numbers; those without ``requires_grad`` are left out.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._now = {name: p for name, p in parameters.items() if p.requires_grad and p.dtype in NARROWER}
-        self._groups: list[_Group] = []
-        small: dict[tuple[torch.dtype, torch.device], _Group] = {}
-        with torch.no_grad():
-            for name, parameter in self._now.items():
-                before = local(parameter).clone()
-                if before.numel() > SMALL:
-                    self._groups.append(_Group([name], [before]))
-                    continue
-                key = before.dtype, before.device
-                if key not in small:
-                    small[key] = _Group([], [])
-                    self._groups.append(small[key])
-                small[key].names.append(name)
-                small[key].before.append(before)
+        self._groups: list[list[_Watched]] = []
         self._found: list[_Found] = []
+        small: dict[tuple[torch.dtype, torch.device], list[_Watched]] = {}
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad or parameter.dtype not in NARROWER:
+                continue
+            weights = local(parameter)
+            watched = _Watched(name, parameter, sample(weights, order_of(weights)).clone())
+            if watched.before.numel() > SMALL:
+                self._groups.append([watched])
+                continue
+            key = weights.dtype, weights.device
+            if key not in small:
+                self._groups.append(small.setdefault(key, []))
+            small[key].append(watched)
 
     @torch.no_grad()
     def compare(self, histograms: Histograms[tuple[str, str, torch.dtype]]) -> None:
@@ -70,38 +80,33 @@ class Updates:
 
         Gradients must still be there. A parameter without one was not stepped and is left out.
         """
-        for names, before in self._groups:
-            rows = [row for row, name in enumerate(names) if self._now[name].grad is not None]
-            if rows:
-                self._compare([names[row] for row in rows], [before[row] for row in rows], histograms)
+        for group in self._groups:
+            stepped = [one for one in group if one.parameter.grad is not None]
+            if stepped:
+                self._compare(stepped, histograms)
         self._groups = []
 
-    def _compare(
-        self,
-        names: list[str],
-        before: list[Tensor],
-        histograms: Histograms[tuple[str, str, torch.dtype]],
-    ) -> None:
-        dtype = before[0].dtype
+    def _compare(self, group: list[_Watched], histograms: Histograms[tuple[str, str, torch.dtype]]) -> None:
+        dtype = group[0].before.dtype
         wide = dtype if dtype.itemsize >= 4 else torch.float32
-        old = _flat(before)
-        new = _flat([local(self._now[name]) for name in names])
-        present = _flat([_gradient(self._now[name]) for name in names]) != 0
+        old = _joined([one.before for one in group])
+        new = _joined([one.now() for one in group])
+        present = _joined([one.gradient() for one in group]) != 0
         update = new.to(wide) - old.to(wide)
         masks = [present, present & (new == old)]
         for format in NARROWER[dtype]:
             low = old.to(getattr(torch, FORMATS[format].torch_name))
             masks.append(present & ((low.to(wide) + update).to(low.dtype) == low))
-        sizes = [one.numel() for one in before]
-        for name, part in zip(names, torch.split(update, sizes), strict=True):
-            histograms.add(("update", name, dtype), part)
-        if len(names) == 1:
+        sizes = [one.before.numel() for one in group]
+        for one, part in zip(group, torch.split(update, sizes), strict=True):
+            histograms.add(("update", one.name, dtype), part, size=local(one.parameter).numel())
+        if len(group) == 1:
             counts = torch.stack([mask.sum() for mask in masks])[:, None]
         else:
-            owners = torch.repeat_interleave(torch.arange(len(names)), torch.tensor(sizes)).to(old.device)
-            counts = torch.zeros(len(masks), len(names), dtype=torch.int64, device=old.device)
+            owners = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(sizes)).to(old.device)
+            counts = torch.zeros(len(masks), len(group), dtype=torch.int64, device=old.device)
             counts.index_add_(1, owners, torch.stack(masks).long())
-        self._found.append(_Found(names, dtype, counts))
+        self._found.append(_Found([one.name for one in group], dtype, counts))
 
     def records(self, step: int) -> list[LostUpdates]:
         """What `compare` found. Waits for the device."""
@@ -114,17 +119,5 @@ class Updates:
         return found
 
 
-def local(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph; of one that is spread over ranks, what lies on this one."""
-    detached = tensor.detach()
-    return detached.to_local() if hasattr(detached, "to_local") else detached
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    found = local(parameter.grad)
-    return found.to_dense() if found.is_sparse else found
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([one.reshape(-1) for one in tensors])
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
