@@ -27,6 +27,7 @@ from floatplan.report.runfile import RUN_FILE, RunWriter
 from floatplan.scaling.evidence import STEPPED
 from floatplan.tune.measure import describe_device, describe_versions
 from floatplan.watch.clock import Clock, Moment
+from floatplan.watch.pace import EVERY, Pace
 from floatplan.watch.statistics import StepNumbers, Subject
 from floatplan.watch.steps import MOST_PENDING, Lines, RecordedStep, Sink, Timed
 
@@ -36,11 +37,10 @@ class Recording:
 
     Attributes:
         folder: of the run.
-        every: numbers are recorded at each so many steps, from the first on.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int, sinks: Sequence[Sink] = ()) -> None:
-        self.folder, self.every = Path(folder), _checked_every(every)
+    def __init__(self, folder: str | os.PathLike[str], every: int | None, sinks: Sequence[Sink] = ()) -> None:
+        self.folder, self._pace = Path(folder), Pace(_checked_every(every))
         self._given = list(sinks)
         self._lines: Lines | None = None
         self._subject: Subject | None = None
@@ -50,6 +50,7 @@ class Recording:
         self._optimizers = 1
         self._step: RecordedStep | None = None
         self._regions = 0
+        self._forward: Moment | None = None
         self._entered = ExitStack()
         self._is_closed = self._is_own_loop = False
         self._occupied()
@@ -115,7 +116,7 @@ class Recording:
             parameters=sum(p.numel() for p in subject.parameters.values() if p.requires_grad),
             modules=tuple(subject.modules),
             fingerprint=_fingerprint(subject),
-            every=self.every,
+            every=self._pace.every or EVERY,
             accumulate=self._accumulate,
             device=str(self._device),
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -132,8 +133,8 @@ class Recording:
             lines = self._open()
             self._step = RecordedStep(self._steps + 1, self._last_end)
             assert self._subject is not None
-            # Steps of optimizers in turn: as many in a row as there are, so that each has its own.
-            if lines.sinks and self._steps // self._optimizers % self.every == 0:
+            if lines.sinks and self._pace.is_due(self._steps, self._optimizers):
+                self._pace.begins()
                 self._step.numbers = StepNumbers(self._subject)
         return self._step
 
@@ -147,16 +148,15 @@ class Recording:
         step = self._begun()
         if step.numbers is not None:
             self._entered.enter_context(step.numbers.casts_heard())
-        self._began = self._clock.now()
-        self._entered.callback(self._forward_ended, step)
-
-    def _forward_ended(self, step: RecordedStep) -> None:
-        step.spans["forward"].append((self._began, self._clock.now()))
+        self._forward = self._clock.now()
 
     def forward_ends(self) -> None:
         """It is left."""
         self._regions -= 1
-        if not self._regions:
+        if not self._regions and self._forward is not None:
+            if self._step is not None:
+                self._step.spans["forward"].append((self._forward, self._clock.now()))
+            self._forward = None
             self._entered.close()
 
     def timed(self, part: str) -> AbstractContextManager[Any]:
@@ -215,6 +215,8 @@ class Recording:
             step.numbers.close()
         if step.numbers is not None or refused or len(lines.pending) >= MOST_PENDING:
             lines.flush()
+        if step.numbers is not None:
+            self._pace.ends()
         self._last_end = step.end if step.numbers is None and not refused else self._clock.now()
 
     def step_thrown_away(self) -> None:
@@ -222,6 +224,7 @@ class Recording:
         step, self._step = self._step, None
         if step is not None and step.numbers is not None:
             step.numbers.close()
+            self._pace.thrown_away()
 
     def found(self, finding: FindingRecord) -> None:
         """Why a step was bad."""
@@ -303,13 +306,14 @@ def record(
     folder: str | os.PathLike[str],
     models: nn.Module | Sequence[nn.Module] | None = None,
     *,
-    every: int = 50,
+    every: int | None = None,
     precision: str = "",
 ) -> Recording:
     """Write down what a training does, for ``floatplan report`` to show.
 
     Each step gets a line: loss, loss scale, gradient norm, whether it was taken or why not, what its phases
-    took. At each ``every``-th step, from the first on, numbers are counted: of what each module returns, of
+    took. At each 50th step, from the first on, or less often where it would cost more than 1 % of the time,
+    numbers are counted: of what each module returns, of
     what flows back into it, of weights, their gradients and updates. From these follow what each format would
     lose, and how many updates rounding took. Nothing of the training changes, bit for bit.
 
@@ -330,7 +334,7 @@ def record(
     Args:
         folder: a new one, in which ``run.jsonl`` is written; or that of a run that a checkpoint goes on with.
         models: those of a loop without an Amp.
-        every: steps from one count of numbers to the next.
+        every: steps from one count of numbers to the next, whatever it costs.
         precision: of a loop without an Amp, for the report.
 
     Raises:
@@ -380,7 +384,9 @@ def _is_first_rank() -> bool:
     return not _has_ranks() or torch.distributed.get_rank() == 0
 
 
-def _checked_every(every: object) -> int:
+def _checked_every(every: object) -> int | None:
+    if every is None:
+        return None
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return every
-    raise RecordingError(f"every must be a count of steps of at least 1, got {every!r}")
+    raise RecordingError(f"every must be a count of steps of at least 1, or None, got {every!r}")

@@ -25,7 +25,7 @@ class TrainingHeader:
         parameters: how many numbers are trained.
         modules: qualified names, in the order of the model.
         fingerprint: of names and shapes of all parameters; the same for the same model.
-        every: numbers are recorded at steps 1, 1 + every, 1 + 2 * every, ...
+        every: numbers are counted at the first step and then at each so many, or less often.
         accumulate: micro-batches per step.
         device: as in ``torch.device``.
         started: ISO 8601 time with its zone.

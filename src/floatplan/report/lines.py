@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import asdict, fields
 from functools import cache
+from itertools import compress
 from typing import Any, TypeAlias
 
 from floatplan.records import (
@@ -54,6 +55,7 @@ _KINDS: dict[str, type[Line]] = {
     "finding": FindingRecord,
 }
 _KIND_OF = {record_type: kind for kind, record_type in _KINDS.items()}
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 _FLAT = (StepRecord, TrainedStep, NumbersRecord, LostUpdates, CastsRecord)
 
 
@@ -64,9 +66,13 @@ def text_of(record: Line) -> str:
     values = {name: getattr(record, name) for name in _names(of_type)} if of_type in _FLAT else asdict(record)
     if isinstance(record, NumbersRecord):
         found = {name: getattr(record.numbers, name) for name in _names(Numbers)}
-        values["numbers"] = {**found, "bins": [pair for pair in enumerate(record.numbers.bins) if pair[1]]}
+        bins = record.numbers.bins
+        values["numbers"] = {**found, "bins": list(compress(enumerate(bins), bins))}
     line = {"kind": _KIND_OF[of_type], **values}
-    return json.dumps(_json_safe(line), allow_nan=False, ensure_ascii=False)
+    try:
+        return _ENCODER.encode(line)
+    except ValueError:  # a float that is not finite
+        return _ENCODER.encode(_json_safe(line))
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 
 from floatplan.records import StepFacts
 from floatplan.scaling.gradients import ParameterNames, is_useless, name_at, widest
-from floatplan.scaling.measure import Measured, Part, total_norm
+from floatplan.scaling.measure import Measured, Part, Total, total_norm
 
 STEPPED = "stepped"
 DISABLED = "scaling disabled"
@@ -108,7 +108,24 @@ class Evidence:
         after = self.scale_after
         return after.item() if isinstance(after, torch.Tensor) else after
 
+    def _known(self) -> StepFacts | None:
+        """Of a step that was taken, where the host knows all of it; None where it does not."""
+        measured = self.measured
+        if len(measured) > 1 or not isinstance(self.scale, float):
+            return None
+        norm = None
+        if measured:
+            if not isinstance(measured[0], Total):
+                return None
+            norm = measured[0].norm
+        reason = self.prefix + STEPPED
+        return StepFacts(True, False, reason, self.scale, norm, skips_in_a_row=int(self.streak))
+
     def _read(self) -> StepFacts:
+        if self.found_inf is False and self.fault is None and not self.changed:
+            facts = self._known()
+            if facts is not None:
+                return facts
         first = [part for part in self.measured if isinstance(part, Part)]
         parts = [*first, *(part for part in self.changed if isinstance(part, Part))]
         device = self.scale.device if isinstance(self.scale, torch.Tensor) else _CPU
