@@ -222,6 +222,6 @@ def _record(
 
 
 @functools.cache
-def recorded() -> Recorded:
-    """The training that the tests of a session look at."""
-    return training()
+def recorded(precision: str = "fp16") -> Recorded:
+    """The trainings that the tests of a session look at."""
+    return training(precision=precision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 
 from floatplan.formats import FORMATS
 from floatplan.records import Numbers, NumbersKind, NumbersRecord
@@ -109,7 +110,7 @@ def _lines(rows: Sequence[ModuleRow], what: NumbersKind, judged: str) -> list[tu
     several = {row.module for row in mine if sum(other.module == row.module for other in mine) > 1}
     return [
         (
-            short(row.label) + (f" ({row.dtype})" if row.module in several else ""),
+            escape(short(row.label), quote=False) + (f" ({row.dtype})" if row.module in several else ""),
             (row.what, row.module, row.dtype),
         )
         for row in mine

@@ -73,10 +73,8 @@ def share(value: float) -> str:
     percents = 100 * value
     if value == 0 or value == 1:
         return f"{percents:.0f} %"
-    if percents < 0.01:
-        return f"{percents:.0e} %" if percents < 0.001 else f"{percents:.3f} %"
     if percents < 1:
-        return f"{percents:.2g} %"
+        return f"{percents:.{1 if percents < 0.01 else 2}g} %"
     return f"{percents:.1f} %" if percents < 10 or percents > 99 else f"{percents:.0f} %"
 
 

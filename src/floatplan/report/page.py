@@ -40,6 +40,7 @@ p { margin: .4rem 0; }
 .tag { font-size: .78rem; font-weight: 600; padding: .1rem .5rem; border-radius: 99px; text-align: center; }
 .good > .tag, .tag.good { color: var(--good); background: var(--good-card); }
 .note > .tag, .tag.note { color: var(--note); background: var(--note-card); }
+.tag.plain { color: var(--soft); background: none; border: 1px solid var(--line); }
 .bad > .tag, .tag.bad { color: var(--bad); background: var(--bad-card); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; }
 .tiles { margin: 1rem 0; }

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from floatplan.formats import FORMATS
+from floatplan.errors import PolicyError
+from floatplan.formats import FORMATS, format_of
 from floatplan.records import LostUpdates, Numbers, NumbersKind, NumbersRecord
 from floatplan.records.numbers import WHAT_IF, boundaries
 from floatplan.records.training import KINDS
@@ -62,7 +63,8 @@ class Fit:
             not finite. None where numbers that are not finite may have fitted.
         underflow: share that is not 0 and would be. None of what lies in this format or a narrower one.
         risk: the worst of what the shares say.
-        score: for sorting, in [0, 6): the level of the risk and within it how much.
+        score: for sorting, in [0, 6): the level of the risk and within it how much. Weight gradients and
+            updates count least in a format in which they do not lie: nothing has to keep them there.
     """
 
     format: str
@@ -115,7 +117,7 @@ class ModuleRow:
     @cached_property
     def fits(self) -> dict[str, Fit]:
         """How they fit each format of interest."""
-        return {name: self._fit(name) for name in WHAT_IF}
+        return {name: self.fit(name) for name in WHAT_IF}
 
     @property
     def label(self) -> str:
@@ -133,7 +135,8 @@ class ModuleRow:
             return None
         return self.lost.own if name == self.dtype else self.lost.in_format.get(name)
 
-    def _fit(self, name: str) -> Fit:
+    def fit(self, name: str) -> Fit:
+        """How they fit a format."""
         numbers, room = self.numbers, room_in(self.numbers.largest, name)
         overflow, underflow = overflow_in(self, name), underflow_in(self, name)
         lost = self.lost_in(name)
@@ -154,7 +157,10 @@ class ModuleRow:
             risk, amount = "lost updates", lost
         elif overflow is None or (self.what == "update" and lost is None):
             risk, amount = "unknown", numbers.not_finite
-        return Fit(name, room, overflow, underflow, risk, LEVELS[risk] + min(amount, 0.999))
+        level = LEVELS[risk]
+        if self.what in ("weight gradient", "update") and name != self.dtype:
+            level = min(level, LEVELS["unknown"])
+        return Fit(name, room, overflow, underflow, risk, level + min(amount, 0.999))
 
 
 def room_in(largest: float, name: str) -> float | None:
@@ -190,7 +196,12 @@ def total(numbers: Iterable[Numbers]) -> Numbers:
     """All together; of at least one."""
     all_of = tuple(numbers)
     bins = tuple(map(sum, zip(*(one.bins for one in all_of), strict=True)))
-    return Numbers(bins, max(one.largest for one in all_of))
+    return Numbers(
+        bins,
+        max(one.largest for one in all_of),
+        sum(one.size or one.count for one in all_of),
+        all(one.is_finite for one in all_of),
+    )
 
 
 def module_name(module: str) -> str:
@@ -246,10 +257,18 @@ def lost_share(records: list[LostUpdates]) -> LostShare:
     )
 
 
+def precision_of(run: TrainingRun) -> str:
+    """The short name of the format that was asked for; what else was, such as "auto", as it is."""
+    try:
+        return format_of(run.header.precision).name
+    except PolicyError:
+        return run.header.precision
+
+
 def judged_format(run: TrainingRun) -> str:
     """The format that the page looks at first: that of the training, else fp16."""
-    if run.header.precision in WHAT_IF:
-        return run.header.precision
+    if precision_of(run) in WHAT_IF:
+        return precision_of(run)
     low = [record.dtype for record in run.numbers if record.what == "activation" and record.dtype in WHAT_IF]
     return max(WHAT_IF, key=low.count) if low else "fp16"
 

@@ -11,7 +11,15 @@ from floatplan.policy import ModuleRule, Plan
 from floatplan.policy.plan import PRECISIONS
 from floatplan.records import NumbersKind, NumbersRecord
 from floatplan.report.numbers import count, share, significant
-from floatplan.report.ranges import NEAR, SUBNORMAL, UNDERFLOW, ModuleRow, module_name, share_below
+from floatplan.report.ranges import (
+    NEAR,
+    SUBNORMAL,
+    UNDERFLOW,
+    ModuleRow,
+    module_name,
+    precision_of,
+    share_below,
+)
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.statement import Level, Statement, listed
 
@@ -154,7 +162,7 @@ def plan_of(run: TrainingRun, statements: Iterable[Statement]) -> str:
         text = Plan("fp16", tuple(ModuleRule(name, "bf16") for name in modules)).text
     except PlanError:  # a name with signs that mean something else in a glob
         return ""
-    return text if run.header.precision in ("", *PRECISIONS) else text.partition("\n\n")[2]
+    return text if precision_of(run) in ("", *PRECISIONS) else text.partition("\n\n")[2]
 
 
 # --- Underflow of gradients -----------------------------------------------------------------------------
@@ -202,6 +210,8 @@ def _underflow(run: TrainingRun, lost: list[ModuleRow]) -> Statement:
         count(min(scales)) if min(scales) == max(scales) else f"{count(min(scales))} to {count(max(scales))}"
     )
     text = f"At the loss scale used ({used}), gradients underflow in fp16 in {names}."
+    if max(scales) == 1.0:
+        text = f"Without a loss scale, gradients would underflow in fp16 in {names}."
     best = largest_scale(run)
     modules = [row.module for row in lost]
     if best is not None:
@@ -212,6 +222,8 @@ def _underflow(run: TrainingRun, lost: list[ModuleRow]) -> Statement:
             f"{significant(best)}; with it {share(left[worst])} underflow in {module_name(worst)}."
         )
         modules = [name for name in modules if left[name] > UNDERFLOW]
+        if not modules and max(scales) == 1.0:
+            return Statement("good", "underflow", "", text)
     if modules:
         them = "them" if len(modules) > 1 else "it"
         text += f" No scale helps {listed([module_name(name) for name in modules])}: run {them} in bf16."

@@ -12,14 +12,14 @@ from floatplan.errors import TaskError
 from floatplan.records import NumbersKind
 from floatplan.report.html import document, problems_part
 from floatplan.report.numbers import MISSING, count, share, significant
-from floatplan.report.ranges import LEVELS, PHRASES, ModuleRow, Risk, module_name, module_rows
+from floatplan.report.ranges import PHRASES, ModuleRow, module_name, module_rows
 from floatplan.report.runfile import AnyRun, Run, TrainingRun
 from floatplan.report.tables import Cell, Column, Filter, Line, number_cell, sortable_table
 from floatplan.report.timeline import first_and_last, is_scaled, timed_parts
 from floatplan.report.training import TOPICS, title_of
 from floatplan.report.training_json import json_safe, training_json
 from floatplan.report.training_plots import compared_times, lines_of, step_figures
-from floatplan.report.training_tables import NAMES, milliseconds
+from floatplan.report.training_tables import NAMES, milliseconds, risk_level
 from floatplan.report.verdict import verdict
 
 Runs = Mapping[str, TrainingRun]
@@ -55,11 +55,10 @@ def trainings_of(found: Mapping[Path, AnyRun]) -> dict[str, TrainingRun]:
             f"{', '.join(comparisons)} {'hold' if len(comparisons) > 1 else 'holds'} a comparison of rows, "
             "which has a page of its own; name several recorded trainings, or one comparison alone"
         )
-    names: dict[Path, str] = {folder: folder.resolve().name or str(folder) for folder in found}
-    for folder in found:
-        if list(names.values()).count(folder.resolve().name) > 1:
-            names[folder] = str(folder)
-    return {names[folder]: run for folder, run in found.items() if isinstance(run, TrainingRun)}
+    last = [folder.resolve().name for folder in found]
+    names = [name if name and last.count(name) == 1 else str(f) for f, name in zip(found, last, strict=True)]
+    runs = zip(names, found.values(), strict=True)
+    return {name: run for name, run in runs if isinstance(run, TrainingRun)}
 
 
 def are_alike(runs: Runs) -> bool:
@@ -195,13 +194,8 @@ def _cells(one: Difference, name: str) -> tuple[Cell, ...]:
             continue
         fit = row.fits[name]
         room = "" if fit.room is None else f" ({fit.room:.1f})"
-        cells.append(Cell(PHRASES[fit.risk] + room, fit.score, level=_level(fit.risk)))
+        cells.append(Cell(PHRASES[fit.risk] + room, fit.score, level=risk_level(fit)))
     return (*cells, number_cell(one.spread, f"{one.spread:.2f}"))
-
-
-def _level(risk: Risk) -> str:
-    level = LEVELS[risk]
-    return "bad" if level > 3 else "note" if level > 1 else "" if level else "good"
 
 
 def _headers_part(runs: Runs) -> str:

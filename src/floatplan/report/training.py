@@ -9,7 +9,7 @@ from floatplan.errors import RunFolderError
 from floatplan.report.heatmap import heat_map
 from floatplan.report.html import document, facts_part, problems_part
 from floatplan.report.numbers import MISSING, count, share, significant
-from floatplan.report.ranges import by_risk, module_rows
+from floatplan.report.ranges import by_risk, module_rows, precision_of
 from floatplan.report.runfile import REPORT_FILE, TrainingRun
 from floatplan.report.timeline import by_optimizer, first_and_last, is_scaled, timed_parts
 from floatplan.report.training_plots import lines_of, step_figures, time_figure
@@ -79,7 +79,7 @@ def write_training_report(run: TrainingRun, folder: Path) -> Path:
 
 def title_of(run: TrainingRun) -> str:
     """Model and precision."""
-    return run.header.model + (f" in {run.header.precision}" if run.header.precision else "")
+    return run.header.model + (f" in {precision_of(run)}" if precision_of(run) else "")
 
 
 def about(run: TrainingRun) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from itertools import cycle, pairwise
 from statistics import fmean, median
 
@@ -29,7 +30,7 @@ def lines_of(runs: Mapping[str, TrainingRun]) -> dict[str, tuple[TrainedStep, ..
     for name, run in runs.items():
         for place, steps in by_optimizer(run.steps).items():
             own = "" if place is None else f"optimizer {place}"
-            found[", ".join(filter(None, (name, own)))] = steps
+            found[", ".join(filter(None, (escape(name, quote=False), own)))] = steps
     return found
 
 
@@ -205,7 +206,7 @@ def _cause(reason: str, culprit: str | None) -> str:
         if len(lines[-1]) + len(word) > 44:
             lines.append("")
         lines[-1] += (" " if lines[-1] else "") + word
-    return "<br>".join(line.replace("&", "&amp;").replace("<", "&lt;") for line in lines)
+    return "<br>".join(escape(line, quote=False) for line in lines)
 
 
 def _corners(steps: Sequence[TrainedStep]) -> list[TrainedStep]:

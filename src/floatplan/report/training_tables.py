@@ -10,7 +10,7 @@ from floatplan.records import CastsRecord
 from floatplan.records.numbers import WHAT_IF
 from floatplan.report.explanation import data_size
 from floatplan.report.numbers import MISSING, count, share, significant
-from floatplan.report.ranges import LEVELS, PHRASES, ModuleRow, by_risk, module_name
+from floatplan.report.ranges import PHRASES, Fit, ModuleRow, by_risk, module_name
 from floatplan.report.tables import Cell, Column, Filter, Line, number_cell, sortable_table
 from floatplan.report.timeline import TimedPart, cast_rows, cast_totals
 from floatplan.report.verdict import safety_grid
@@ -23,7 +23,6 @@ NAMES = {
     "update": "updates",
 }
 """Kinds of numbers as the page calls them."""
-_LEVEL_OF_RISK = {0: "good", 1: "", 2: "note", 3: "note", 4: "bad", 5: "bad"}
 PARTS = {
     "all": "the whole step",
     "forward": "forward",
@@ -73,7 +72,9 @@ def risk_part(rows: Sequence[ModuleRow], name: str) -> str:
         lines_by=Filter("show", "kind", (("", "all kinds"), *kinds)),
         columns_by=Filter("beside the limits of", "format", formats, name),
     )
-    return f'<h2>Modules by risk</h2>{table}<p class="small">{escape(_LEGEND)}</p>'
+    sampled = any(row.numbers.size > row.numbers.count for row in rows)
+    legend = _LEGEND + (" Shares of large tensors are those of an even sample." if sampled else "")
+    return f'<h2>Modules by risk</h2>{table}<p class="small">{escape(legend)}</p>'
 
 
 _LEGEND = (
@@ -117,7 +118,7 @@ def risk_cells(row: ModuleRow) -> tuple[Cell, ...]:
         fit = row.fits[name]
         lost = row.lost_in(name)
         cells += [
-            number_cell(fit.score, PHRASES[fit.risk], _LEVEL_OF_RISK[LEVELS[fit.risk]]),
+            number_cell(fit.score, PHRASES[fit.risk], risk_level(fit)),
             number_cell(fit.room, f"{fit.room or 0:.1f}"),
             number_cell(fit.overflow, share(fit.overflow or 0.0)),
             number_cell(fit.underflow, share(fit.underflow or 0.0)),
@@ -130,6 +131,11 @@ def risk_cells(row: ModuleRow) -> tuple[Cell, ...]:
         number_cell(numbers.not_finite, share(numbers.not_finite)),
         number_cell(own, share(own or 0.0)),
     )
+
+
+def risk_level(fit: Fit) -> str:
+    """Colour of a risk."""
+    return ("good", "plain", "note", "note", "bad", "bad")[int(fit.score)]
 
 
 def casts_part(casts: Sequence[CastsRecord]) -> str:

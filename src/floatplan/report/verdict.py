@@ -71,7 +71,10 @@ def verdict(run: TrainingRun, rows: tuple[ModuleRow, ...] | None = None) -> Verd
     elif notes:
         headline = f"Nothing went wrong in {steps}; worth knowing: {listed([one.short for one in notes])}."
     else:
-        headline = f"Healthy: nothing went wrong in {steps}, and nothing that was recorded is at risk."
+        headline = f"Healthy: nothing went wrong in {steps}"
+        headline += (
+            f", and no recorded module is at risk in {name}." if rows else "; no numbers were recorded."
+        )
     level: Level = "bad" if bad else "note" if notes or not run.steps else "good"
     return Verdict(headline, level, tuple(statements), plan_of(run, statements), name)
 
