@@ -72,17 +72,27 @@ class Page:
         return message
 
     def open(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
-        """Load a file in a window of a width, and wait until it is loaded."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        """Load a file in a window of a width, and wait until it is drawn."""
+        self.emulate(width, dark)
         self._events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while "Page.loadEventFired" not in self._events:
             self._next()
-        # Plotly draws in animation frames; two of them later all that it was told is there.
+        self.settle()
+
+    def emulate(self, width: int, dark: bool) -> None:
+        """A window of a width, on a system of this colour scheme."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def settle(self) -> None:
+        """Wait until plots have the size of the window and all that they were told."""
+        self.run(
+            "Promise.all([...document.querySelectorAll('.plot')].map(Plotly.Plots.resize)).then(() => 1)"
+        )
+        # Plotly draws in animation frames; two of them later all is there.
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def run(self, script: str) -> Any:

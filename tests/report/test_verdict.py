@@ -157,6 +157,7 @@ def test_safe_kinds_and_formats() -> None:
     grid = safety_grid(module_rows(recorded().run))
     assert list(grid) == ["activation", "gradient", "weight gradient", "weight", "update"]
     assert grid["activation"]["fp16"] == ("risk", "1 not finite, 1 overflow, of 12")
+    assert grid["gradient"]["fp16"] == ("avoid", "1 underflow, of 12"), "faint lies in float32"
     assert grid["activation"]["bf16"][0] == "unknown"
     assert grid["gradient"]["bf16"] == ("safe", "all 12 fit")
     assert grid["update"]["fp8_e5m2"] == ("unknown", "7 of 7: not recorded")

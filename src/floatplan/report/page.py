@@ -4,7 +4,7 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ink: #1c2128; --soft: #57606a; --line: #d4d9df; --paper: #fff; --card: #f6f8fa; --focus: #0969da;
-  --good: #1a7f37; --note: #8a5300; --bad: #c01c28;
+  --good: #166a2e; --note: #8a5300; --bad: #c01c28;
   --good-card: #e6f4ea; --note-card: #fdf1dc; --bad-card: #fdeaea;
   --heat-0: #eaf1f8; --heat-1: #cfe0f0; --heat-2: #a6c8e4; --heat-3: #71a8d5;
   --heat-4: #3f82bd; --heat-5: #1f5c96; --heat-6: #0b355f;
@@ -57,7 +57,7 @@ th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
 thead th { background: var(--card); font-weight: 600; position: sticky; top: 0; z-index: 1; }
 thead th:first-child { z-index: 2; }
-tbody th { font-weight: 500; max-width: 18rem; min-width: 7rem; }
+tbody th { font-weight: 500; max-width: 18rem; min-width: min(12rem, 28vw); }
 tbody th { white-space: normal; overflow-wrap: anywhere; }
 th.words, td.words { text-align: left; }
 td.why { text-align: left; white-space: normal; min-width: 20rem; }

@@ -211,6 +211,7 @@ def _bars(
         trace["error_y"] = {"type": "data", "array": deviations, "color": "#8b949e", "thickness": 1.5}
         trace["textposition"] = "inside"
         trace["insidetextanchor"] = "start"
+        trace["insidetextfont"] = {"color": [ink_on(colours[summary.row]) for summary, _ in shown]}
     caption = "Mean and standard deviation over the seeds." if several else ""
     layout = {
         "showlegend": False,
@@ -218,6 +219,14 @@ def _bars(
         "yaxis": {"ticksuffix": suffix, "rangemode": "tozero"},
     }
     return Figure(name, title, caption, [trace], layout)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever stands out more on a colour such as "#4c78a8" (WCAG 2, contrast ratio)."""
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    linear = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
 
 
 def _line(

@@ -159,6 +159,8 @@ def _curves(
     for colour, dash, (name, steps) in zip(cycle(COLOURS), cycle(DASHES), lines.items(), strict=False):
         points = [(one.step, value) for one in steps if (value := field(one)) is not None]
         found = thinned(points, MOST_POINTS, of)
+        if not found:
+            continue
         traces.append(
             {
                 "type": "scatter",

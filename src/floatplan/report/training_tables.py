@@ -49,7 +49,9 @@ def grid_part(rows: Sequence[ModuleRow]) -> str:
         "<h2>Which formats are safe for what</h2>"
         '<div class="scroll" tabindex="0"><table class="grid" id="formats"><thead><tr><td></td>'
         f"{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-        '<p class="small">Counted in modules, over the recorded steps. Safe: no number was too large, '
+        '<p class="small">Counted in modules, over the recorded steps. '
+        "Risk: of the training as it ran; avoid: "
+        "of one whose numbers lie in the format. Safe: no number was too large, "
         "activations and weights stayed a power of two away from that, no more than 1 % of the numbers would "
         "become 0, and no more than 10 % of the updates would be lost.</p>"
     )

@@ -22,7 +22,9 @@ MANY = 50
 SKIPS_AT_END = 3
 """Skipped steps in a row at the end, from which on the training counts as stuck."""
 
-Cell: TypeAlias = tuple[Literal["safe", "risk", "unknown"], str]
+Cell: TypeAlias = tuple[Literal["safe", "risk", "avoid", "unknown"], str]
+"""Whether a format is safe for a kind of numbers, and in words. "risk" is one of the training as it ran, and
+"avoid" one that there would be, had the numbers lain in the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,9 @@ def _cell(rows: list[ModuleRow], name: str) -> Cell:
         if risks[risk] and risk not in ("none", "unknown")
     ]
     if said:
-        return "risk", f"{', '.join(said)}, of {modules}"
+        risky = (row for row in rows if row.fits[name].risk not in ("none", "unknown"))
+        ran = any(row.dtype == name for row in risky)
+        return "risk" if ran else "avoid", f"{', '.join(said)}, of {modules}"
     if risks["unknown"]:
         return "unknown", f"{risks['unknown']} of {modules}: not recorded"
     if any(row.dtype == name for row in rows):
