@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import floatplan as fp
 from floatplan.errors import PrecisionWarning
 from floatplan.tasks.digits import ConvNet, load_large
-from floatplan.tasks.task import DataSource, Examples
+from floatplan.tasks.images import Examples
+from floatplan.tasks.task import DataSource
 from methods import METHODS, amp_step, classic_step, make_region
 from workloads import Gpt, Transformer, Workload
 

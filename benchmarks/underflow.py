@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import floatplan as fp
-from floatplan.tasks.registry import task_named
-from floatplan.tasks.task import DataSource, Examples
+from floatplan.tasks.images import Examples
+from floatplan.tasks.registry import RECIPES
+from floatplan.tasks.task import DataSource
 
 LOSS_FACTOR = 1e-4
 # The real float16 kernels, also where they are slow: this is about numbers.
 POLICY = fp.Policy.unified(slow_kernels=True)
-TASK = task_named("digits")
+TASK = RECIPES["digits"]
 
 
 def trained(train: Examples) -> nn.Module:

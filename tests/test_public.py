@@ -31,6 +31,7 @@ def test_public_names() -> None:
         "RecordingError",
         "Settings",
         "StepResult",
+        "Task",
         "__version__",
         "autocast",
         "cast_cache",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from floatplan.records import Diagnosis, Explanation, StepResult
     from floatplan.scaling import GradScaler, downcast_frozen, upcast_trainable
     from floatplan.step.settings import Settings
+    from floatplan.tasks.task import Task
     from floatplan.tune.host import tune_host
     from floatplan.watch import diagnose, explain
 
@@ -51,6 +52,7 @@ _HOMES = {
     "PrecisionWarning": "floatplan.errors",
     "Settings": "floatplan.step.settings",
     "StepResult": "floatplan.records",
+    "Task": "floatplan.tasks.task",
     "autocast": "floatplan.engine",
     "cast_cache": "floatplan.engine",
     "current_precision": "floatplan.engine",
@@ -85,6 +87,7 @@ __all__ = [
     "RecordingError",
     "Settings",
     "StepResult",
+    "Task",
     "__version__",
     "autocast",
     "cast_cache",

@@ -6,6 +6,7 @@ FloatplanError
 ├── RegionError (also RuntimeError)      a region that cannot be entered, or cannot tell its policy
 ├── CheckpointError (also RuntimeError)  a checkpoint that cannot be written, read or loaded
 │   └── CheckpointMissingError (also FileNotFoundError)   there is no file
+├── BundleError (also RuntimeError)      a replay bundle that cannot be written, read or replayed
 ├── DeviceError (also RuntimeError)      a device or a format that this machine does not have
 ├── StepError (also RuntimeError)        calls of a training step in an order that would corrupt it
 ├── ScalingError (also RuntimeError)     step after step is refused, so that nothing is learned
@@ -49,6 +50,10 @@ class CheckpointError(FloatplanError, RuntimeError):
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path."""
+
+
+class BundleError(FloatplanError, RuntimeError):
+    """A replay bundle that cannot be written, read, or run again."""
 
 
 class DeviceError(FloatplanError, RuntimeError):

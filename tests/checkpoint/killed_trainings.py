@@ -93,7 +93,7 @@ def kill_at(number: int, writes: bool) -> None:
 
     for name in ("open", "fsync", "replace", "listdir"):
         setattr(os, name, counted(getattr(os, name)))
-    for name in ("_lock", "_check_loadable", "_sync_folder"):
+    for name in ("_lock", "_check_loadable", "sync_folder"):
         setattr(file, name, counted(getattr(file, name)))
     if writes:
         file._Watched.write = counted(file._Watched.write)  # type: ignore[method-assign]

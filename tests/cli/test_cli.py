@@ -61,6 +61,7 @@ def test_the_public_surface_is_pinned() -> None:
             ]
         ),
         "report": ["--json", "--out", "--text", "run"],
+        "replay": ["--data", "--device", "--json", "--precision", "--task", "bundle"],
     }
 
 
@@ -95,6 +96,8 @@ def test_the_package_runs_as_a_module() -> None:
         (["compare", "--task", "mnist", "--data", "."], "--task digits"),
         (["compare", "--taks", "digits"], "--taks"),
         (["compair"], "compair"),
+        (["compare", "--task", "no_such_module:f"], "there is no module 'no_such_module'"),
+        (["compare", "--task", "sys:exit", "--batch-size", "4"], "leave out --batch-size"),
         (["report", "no/such"], "cannot read no/such/run.jsonl"),
     ],
 )

@@ -29,7 +29,9 @@ def test_the_network_side_by_side_in_three_precisions(
     out, err = capfd.readouterr()
     assert err == ""
     for row in ("fp32", "bf16", "fp16"):
-        assert re.search(rf"^{row} seed 0 epoch 1/1 loss [\d.]+ accuracy [\d.]+ [\d,]+ images/s$", out, re.M)
+        assert re.search(
+            rf"^{row} seed 0 epoch 1/1 loss [\d.]+ accuracy [\d.]+ [\d,]+ examples/s$", out, re.M
+        )
         assert re.search(rf"^│ {row} +│", out, re.M)
     assert "Test accuracy" in out
     assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
@@ -58,6 +60,42 @@ def test_seeds_give_a_spread_and_without_plotly_the_way_to_a_report_is_named(
     monkeypatch.undo()
     assert run(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "report.html").exists()
+
+
+OWN_TASK = """
+import torch
+
+def make():
+    x = torch.arange(12.0).view(4, 3) / 12
+    return torch.nn.Linear(3, 1), [x, x[:2]], lambda model, x: model(x).square().mean()
+"""
+
+
+def test_a_task_of_ones_own_without_an_accuracy(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(OWN_TASK)
+    assert run(["compare", "--task", "mine:make", "--rows", "fp32,bf16", "--epochs", "2"]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^bf16 seed 0 epoch 2/2 loss [\d.]+ [\d,]+ examples/s$", out, re.M)
+    assert "accuracy" in out
+    assert not re.search("nan|Test accuracy", out)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("mine-make-")
+    page = (folder / "report.html").read_text()
+    assert 'id="loss"' in page
+    assert 'id="accuracy"' not in page
+    back = read_run(folder)
+    assert (back.header.task, back.header.batch_size, back.header.description) == (
+        "mine:make",
+        4,
+        "What mine:make returns",
+    )
+    assert [result.test_accuracy for result in back.results] == [None, None]
+    assert not back.failures
+    sys.modules.pop("mine")
 
 
 def test_the_row_auto_says_what_it_chose_and_keeps_its_plan(
@@ -109,7 +147,7 @@ def test_ctrl_c_ends_the_training_and_leaves_a_run_that_can_be_read(tmp_path: Pa
 
 def test_the_view_fits_the_console() -> None:
     def view(console: Console, quiet: bool = False) -> object:
-        return view_for(console, quiet=quiet, epochs=2, steps_per_epoch=3, images_per_step=10)
+        return view_for(console, quiet=quiet, epochs=2, steps_per_epoch=3, examples_per_step=10)
 
     assert isinstance(view(Console(force_terminal=True)), LiveBars)
     assert isinstance(view(Console(force_terminal=False)), PlainLines)
@@ -118,7 +156,7 @@ def test_the_view_fits_the_console() -> None:
 
 def test_the_bar_shows_row_loss_and_progress() -> None:
     console = Console(force_terminal=True, width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    view = view_for(console, quiet=False, epochs=1, steps_per_epoch=4, images_per_step=10)
+    view = view_for(console, quiet=False, epochs=1, steps_per_epoch=4, examples_per_step=10)
     with console.file, view.running():
         view.show(StepRecord("fp16", 3, 1, 2, 0.25, True, 65536.0))
         assert isinstance(view, LiveBars)
@@ -128,4 +166,4 @@ def test_the_bar_shows_row_loss_and_progress() -> None:
     assert "fp16 seed 3 epoch 1" in text
     assert "2/4" in text
     assert "loss 0.2500" in text
-    assert "fp16 seed 3 epoch 1/1 loss 0.2500 accuracy 0.7500 20 images/s" in text
+    assert "fp16 seed 3 epoch 1/1 loss 0.2500 accuracy 0.7500 20 examples/s" in text

@@ -13,6 +13,17 @@ import pytest
 
 from floatplan.cli import run
 
+OWN_TASK = """
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x, *, offset):
+        return super().forward(x) + offset
+
+def make():
+    batch = {"x": torch.ones(3, 4), "offset": torch.ones(2)}
+    return Net(4, 2), [batch], lambda model, batch: model(batch["x"], offset=batch["offset"]).sum()
+"""
 PLAN = '[default]\nprecision = "bf16"\n\n[[rule]]\nmodule = "0"\nprecision = "fp32"\n'
 
 
@@ -61,6 +72,15 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     reasons = {row["module"]: row["why"] for row in found["rows"]}
     assert reasons["0"] == "the plan says fp32 (rule 1, '0')"
     assert reasons["3"].endswith("[plan: bf16 (default)]")
+
+
+def test_a_task_of_ones_own_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_TASK, encoding="utf-8")
+    found = json.loads(said(capsys, "--task", f"{tmp_path / 'mine.py'}:make", "--json"))
+    assert found["model"] == "Net"
+    assert [row["operator"] for row in found["rows"]] == ["aten::linear", "aten::add.Tensor"]
+    sys.modules.pop("mine")
+    sys.path.remove(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -116,22 +116,22 @@ FP32 = training("fp32", 0, rate=100, accuracy=0.98)
     [
         (
             training("bf16", 0, rate=210, accuracy=0.982),
-            "bf16 is fastest here: 210 images per second, 2.10 times fp32. Test accuracy agrees with fp32's "
-            "within 0.2 points; one seed does not tell how much it varies.",
+            "bf16 is fastest here: 210 examples per second, 2.10 times fp32. Test accuracy agrees with "
+            "fp32's within 0.2 points; one seed does not tell how much it varies.",
         ),
         (
             training("bf16", 0, rate=30, accuracy=0.98),
-            "fp32 is fastest here (100 images per second); bf16 at 0.30 of its rate. Test accuracy equals "
+            "fp32 is fastest here (100 examples per second); bf16 at 0.30 of its rate. Test accuracy equals "
             "fp32's; one seed does not tell how much it varies.",
         ),
         (
             training("bf16", 0, rate=103, accuracy=0.9),
-            "bf16 is as fast as fp32 here (103 images per second). Test accuracy differs from fp32's by more "
-            "than a point: bf16's by -8.0 points; one seed does not tell how much it varies.",
+            "bf16 is as fast as fp32 here (103 examples per second). Test accuracy differs from fp32's by "
+            "more than a point: bf16's by -8.0 points; one seed does not tell how much it varies.",
         ),
         (
             training("fp16-unscaled", 0, rate=200, accuracy=0.1, loss=math.nan),
-            "fp32 runs at 100 images per second here. fp16-unscaled did not train: its loss is not finite.",
+            "fp32 runs at 100 examples per second here. fp16-unscaled did not train: its loss is not finite.",
         ),
     ],
 )

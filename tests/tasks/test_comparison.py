@@ -16,7 +16,7 @@ REQUEST = Request("digits-linear", ("fp32", "fp16"), seeds=(0, 7))
 
 def test_a_plan_fills_in_the_tasks_own_numbers_and_goes_seed_by_seed() -> None:
     plan = plan_comparison(REQUEST)
-    assert (plan.epochs, plan.batch_size, plan.steps_per_epoch) == (5, 64, 23)
+    assert (plan.epochs, plan.examples_per_step, plan.steps_per_epoch) == (5, 64, 23)
     assert [(job.seed, job.row) for job in plan.jobs()] == [
         (0, "fp32"),
         (0, "fp16"),

@@ -10,7 +10,7 @@ import torch
 
 from floatplan.errors import DeviceError, TaskError
 from floatplan.records import EpochRecord, ResultRecord, StepRecord
-from floatplan.tasks import ROWS, DataSource, Job, row_named, task_named, train
+from floatplan.tasks import RECIPES, ROWS, DataSource, Job, row_named, train
 from floatplan.tasks.rows import TorchScaler, check_rows, make_scaler
 
 LINEAR = Job("digits-linear", "fp32", seed=3, epochs=2, batch_size=100)
@@ -25,7 +25,7 @@ def job_of(row: str) -> Job:
 
 
 def test_the_loop_is_the_classic_one_and_the_warm_up_leaves_no_trace() -> None:
-    task = task_named(LINEAR.task)
+    task = RECIPES[LINEAR.task]
     data = task.load(DataSource())
     torch.manual_seed(LINEAR.seed)
     order = torch.Generator().manual_seed(LINEAR.seed)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import floatplan as fp
-from floatplan.tasks import DataSource, task_named
+from floatplan.tasks import RECIPES, DataSource
 
 
 def digits() -> tuple[nn.Module, torch.Tensor]:
-    task = task_named("digits")
+    task = RECIPES["digits"]
     return task.make_model(), task.load(DataSource()).train.inputs[: task.batch_size]
 
 

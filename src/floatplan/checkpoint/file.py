@@ -54,7 +54,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
                 os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
             f"cannot write a checkpoint to {path}: {error.strerror or error}; what was there is as it was"
@@ -144,7 +144,7 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Force the new name to the disk, too."""
     if sys.platform == "win32":
         return

@@ -10,6 +10,7 @@ from floatplan._version import __version__
 from floatplan.cli.compare import compare
 from floatplan.cli.doctor import doctor
 from floatplan.cli.explain import explain
+from floatplan.cli.replay import replay
 from floatplan.cli.report import report
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(compare)
 app.command()(doctor)
 app.command()(explain)
+app.command()(replay)
 app.command()(report)
 
 

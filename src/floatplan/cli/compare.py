@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from floatplan.cli.options import TASK_HELP
 from floatplan.errors import TaskError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ A_TRAINING_FAILED = 1
 
 
 def compare(
-    task: Annotated[str, typer.Option(help="What to train: digits, digits-linear or mnist.")] = "digits",
+    task: Annotated[str, typer.Option(help=TASK_HELP)] = "digits",
     rows: Annotated[
         str,
         typer.Option(
@@ -28,9 +30,9 @@ def compare(
         ),
     ] = "fp32,bf16,fp16",
     epochs: Annotated[
-        int | None, typer.Option(help="Passes over the training images.  [default: the task's]")
+        int | None, typer.Option(help="Passes over the training data.  [default: the task's]")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images per step.  [default: the task's]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step.  [default: the task's]")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     seeds: Annotated[str, typer.Option(help="Comma-separated; several give mean and spread.")] = "0",
     out: Annotated[
@@ -59,7 +61,7 @@ def compare(
             data=DataSource(data, download),
         )
     )
-    folder = out or Path("runs") / f"{plan.task.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or Path("runs") / f"{_in_a_path(plan.recipe.name)}-{datetime.now():%Y%m%d-%H%M%S}"
     with RunWriter(folder) as writer:
         run = _train(plan, writer, console, quiet)
     show(run, folder, console)
@@ -81,7 +83,7 @@ def _train(plan: Comparison, writer: RunWriter, console: Console, quiet: bool) -
         quiet=quiet,
         epochs=plan.epochs,
         steps_per_epoch=plan.steps_per_epoch,
-        images_per_step=plan.batch_size,
+        examples_per_step=plan.examples_per_step,
     )
     records = []
     trainings = run_comparison(plan)
@@ -126,6 +128,11 @@ def print_comparison(run: Run, console: Console) -> None:
     print_lines(console, (f"- {note}" for note in notes(run)))
     print_lines(console, [f"! {problem}" for problem in run.problems])
     print_lines(console, [conclusion(run)])
+
+
+def _in_a_path(name: str) -> str:
+    """The name of a task as a part of a path: no folders, and no signs that systems refuse."""
+    return re.sub(r"[^\w.-]+", "-", name.replace("\\", "/").rpartition("/")[2])
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from floatplan.cli.options import TASK_HELP
 from floatplan.errors import PrecisionWarning, TaskError, nearest
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ LINES = ("module", "operator")
 
 
 def explain(
-    task: Annotated[str, typer.Option(help="Whose network: digits, digits-linear or mnist.")] = "digits",
+    task: Annotated[str, typer.Option(help=TASK_HELP)] = "digits",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.  [default: bf16]")] = None,
     policy: Annotated[
         str | None,
@@ -72,27 +73,29 @@ def _explain_task(
     folder: Path | None,
     download: bool,
 ) -> Explanation:
-    """A fresh network of the task on the first batch of its training images."""
+    """A fresh network of the task on the first batch of its data."""
     if plan is not None and (dtype is not None or policy is not None):
         raise TaskError("a plan says dtype and policy itself; leave out --dtype and --policy, or --plan")
     _check("--dtype", dtype or "bf16", DTYPES)
     _check("--policy", policy or "unified", POLICIES)
 
-    from floatplan.tasks import DataSource, task_named
+    from floatplan.tasks import DataSource, Ingredients, recipe_named
+    from floatplan.tasks.batches import batches_on
+    from floatplan.tasks.calls import explain_task
     from floatplan.tasks.comparison import check_device
-    from floatplan.watch import explain as explain_model
 
-    task, device = task_named(name), check_device(device_name)
-    model = task.make_model().to(device)
+    recipe, device = recipe_named(name), check_device(device_name)
+    task = recipe.prepare(Ingredients(device, source=DataSource(folder, download)))()
+    task.model.to(device)
     with warnings.catch_warnings():
         # What these warn of stands in the table, operator by operator.
         warnings.simplefilter("ignore", PrecisionWarning)
         if plan is not None:
-            _load_plan(plan).apply(model, device)
-        batch = task.load(DataSource(folder, download)).train.inputs[: task.batch_size].to(device)
-        return explain_model(
-            model,
-            batch,
+            _load_plan(plan).apply(task.model, device)
+        return explain_task(
+            name,
+            task,
+            batches_on(device, task.data).samples()[0],
             device_type=device,
             dtype=_dtype(dtype or "bf16"),
             policy=_policy(policy or "unified"),

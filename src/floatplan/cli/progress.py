@@ -61,10 +61,12 @@ class PlainLines:
 class LiveBars:
     """A bar over the steps of the training that runs, with loss and rate; a line stays per epoch."""
 
-    def __init__(self, console: Console, epochs: int, steps_per_epoch: int, images_per_step: int) -> None:
+    def __init__(
+        self, console: Console, epochs: int, steps_per_epoch: int | None, examples_per_step: int
+    ) -> None:
         self._lines = PlainLines(console, epochs)
-        self._steps = epochs * steps_per_epoch
-        self._images = images_per_step
+        self._steps = None if steps_per_epoch is None else epochs * steps_per_epoch
+        self._examples = examples_per_step
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -93,7 +95,7 @@ class LiveBars:
         if self._training != (record.row, record.seed):
             self._training, self._first = (record.row, record.seed), (record.step, now)
         steps, seconds = record.step - self._first[0], now - self._first[1]
-        rate = f" {steps * self._images / seconds:,.0f} images/s" if seconds > 0.2 else ""
+        rate = f" {steps * self._examples / seconds:,.0f} examples/s" if seconds > 0.2 else ""
         self._progress.update(
             self._bar,
             description=f"{record.row} seed {record.seed} epoch {record.epoch}",
@@ -103,18 +105,17 @@ class LiveBars:
 
 
 def view_for(
-    console: Console, *, quiet: bool, epochs: int, steps_per_epoch: int, images_per_step: int
+    console: Console, *, quiet: bool, epochs: int, steps_per_epoch: int | None, examples_per_step: int
 ) -> View:
     """The view that fits the console."""
     if quiet:
         return Silent()
     if console.is_terminal:
-        return LiveBars(console, epochs, steps_per_epoch, images_per_step)
+        return LiveBars(console, epochs, steps_per_epoch, examples_per_step)
     return PlainLines(console, epochs)
 
 
 def _epoch_text(record: EpochRecord) -> str:
-    return (
-        f"loss {record.train_loss:.4f} accuracy {record.test_accuracy:.4f} "
-        f"{record.images / record.seconds:,.0f} images/s"
-    )
+    accuracy = "" if record.test_accuracy is None else f" accuracy {record.test_accuracy:.4f}"
+    rate = record.images / record.seconds
+    return f"loss {record.train_loss:.4f}{accuracy} {rate:,.0f} examples/s"

@@ -47,6 +47,15 @@ class Diagnosis:
         """For JSON."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Diagnosis:
+        """What `as_dict` gave, also with lists in place of tuples.
+
+        Raises:
+            TypeError: fields that a diagnosis does not have.
+        """
+        return cls(**{**values, "chain": tuple(values["chain"]), "notes": tuple(values["notes"])})
+
     def __str__(self) -> str:
         return "\n".join(self.sentences())
 

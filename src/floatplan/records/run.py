@@ -18,8 +18,8 @@ class RunHeader:
         description: the task in a sentence.
         rows: names of the rows, in table order.
         seeds: one training per row and seed.
-        epochs: passes over the training images.
-        batch_size: images per step.
+        epochs: passes over the training data.
+        batch_size: examples per step.
         device: as in ``torch.device``.
         started: ISO 8601 time with its zone.
         versions: package name to version.
@@ -60,7 +60,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """One epoch: seconds of training without evaluation, mean training loss, share of test images right."""
+    """One epoch: seconds of training without evaluation, mean training loss, share of test examples right.
+
+    ``images`` are its training examples; ``test_accuracy`` is None where the task has none.
+    """
 
     row: str
     seed: int
@@ -68,7 +71,7 @@ class EpochRecord:
     images: int
     seconds: float
     train_loss: float
-    test_accuracy: float
+    test_accuracy: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,10 @@ class ResultRecord:
         row: name of the row.
         seed: its seed.
         seconds_per_epoch: median over the epochs.
-        images_per_second: training images over ``seconds_per_epoch``.
+        images_per_second: training examples over ``seconds_per_epoch``.
         peak_memory: bytes that training added at its peak; ``None`` where the system cannot tell.
         train_loss: mean over the last epoch.
-        test_accuracy: after the last epoch, in [0, 1].
+        test_accuracy: after the last epoch, in [0, 1]; ``None`` where the task has none.
         skipped_steps: steps that gradient scaling refused.
         final_scale: loss scale at the end; ``None`` in rows without scaling.
         notes: sentences on the precision that was really in force.
@@ -94,7 +97,7 @@ class ResultRecord:
     images_per_second: float
     peak_memory: int | None
     train_loss: float
-    test_accuracy: float
+    test_accuracy: float | None
     skipped_steps: int
     final_scale: float | None
     notes: tuple[str, ...] = ()

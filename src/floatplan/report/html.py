@@ -18,11 +18,11 @@ from floatplan.report.summary import conclusion, notes, summarise
 
 _MEANINGS = {
     "s / epoch": "seconds of training per epoch, median, without evaluation",
-    "images / s": "training images per second",
-    "vs fp32": "images per second over fp32's",
+    "examples / s": "training examples per second",
+    "vs fp32": "examples per second over fp32's",
     "memory": "what training added at its peak",
     "loss": "training loss, mean over the last epoch",
-    "accuracy": "share of test images labelled right",
+    "accuracy": "share of test examples that are right",
     "skipped": "steps that gradient scaling refused",
     "scale": "loss scale at the end",
 }

@@ -10,7 +10,7 @@ from floatplan.report.summary import RowSummary, Spread
 
 Form: TypeAlias = Callable[[float], str]
 MISSING = "-"
-COLUMNS = ("row", "s / epoch", "images / s", "vs fp32", "memory", "loss", "accuracy", "skipped", "scale")
+COLUMNS = ("row", "s / epoch", "examples / s", "vs fp32", "memory", "loss", "accuracy", "skipped", "scale")
 
 
 def table_row(summary: RowSummary) -> tuple[str, ...]:

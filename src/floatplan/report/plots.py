@@ -87,11 +87,19 @@ def figures(run: Run) -> tuple[Figure, ...]:
                 "memory", "Peak memory", summaries, colours, lambda s: s.peak_memory, memory, 2.0**-20, " MiB"
             )
         )
-    found.append(
-        _bars(
-            "accuracy", "Test accuracy", summaries, colours, lambda s: s.test_accuracy, percent, 100.0, " %"
+    if any(summary.test_accuracy for summary in summaries):
+        found.append(
+            _bars(
+                "accuracy",
+                "Test accuracy",
+                summaries,
+                colours,
+                lambda s: s.test_accuracy,
+                percent,
+                100.0,
+                " %",
+            )
         )
-    )
     return tuple(found)
 
 

@@ -43,11 +43,11 @@ class RowSummary:
         row: name of the row.
         seeds: how many trainings finished.
         seconds_per_epoch: seconds.
-        images_per_second: training images per second.
-        speed: images per second over the baseline's with the same seed; ``None`` without a baseline.
+        images_per_second: training examples per second.
+        speed: examples per second over the baseline's with the same seed; ``None`` without a baseline.
         peak_memory: bytes; ``None`` where it is not known.
         train_loss: mean over the last epoch.
-        test_accuracy: in [0, 1].
+        test_accuracy: in [0, 1]; ``None`` where the task has none.
         skipped_steps: steps that gradient scaling refused.
         final_scale: ``None`` in rows without scaling.
         notes: each sentence once.
@@ -60,7 +60,7 @@ class RowSummary:
     speed: Spread | None
     peak_memory: Spread | None
     train_loss: Spread
-    test_accuracy: Spread
+    test_accuracy: Spread | None
     skipped_steps: Spread
     final_scale: Spread | None
     notes: tuple[str, ...]
@@ -84,6 +84,7 @@ def _summary(row: str, results: list[ResultRecord], baseline: dict[int, ResultRe
         if result.seed in baseline
     ]
     memories = [float(result.peak_memory) for result in results if result.peak_memory is not None]
+    accuracies = [result.test_accuracy for result in results if result.test_accuracy is not None]
     scales = [result.final_scale for result in results if result.final_scale is not None]
     return RowSummary(
         row=row,
@@ -93,7 +94,7 @@ def _summary(row: str, results: list[ResultRecord], baseline: dict[int, ResultRe
         speed=Spread.of(speeds) if speeds else None,
         peak_memory=Spread.of(memories) if memories else None,
         train_loss=Spread.of([result.train_loss for result in results]),
-        test_accuracy=Spread.of([result.test_accuracy for result in results]),
+        test_accuracy=Spread.of(accuracies) if accuracies else None,
         skipped_steps=Spread.of([float(result.skipped_steps) for result in results]),
         final_scale=Spread.of(scales) if scales else None,
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
@@ -139,14 +140,16 @@ def conclusion(run: Run) -> str:
     parts += [f"{s.row} did not train: its loss is not finite." for s in summaries if s not in sound]
     baseline = next((summary for summary in sound if summary.row == BASELINE), None)
     others = [summary for summary in sound if summary is not baseline]
-    if baseline is not None and others:
-        parts.append(_on_accuracy(baseline, others))
+    if baseline is not None and baseline.test_accuracy is not None:
+        found = {other.row: other.test_accuracy for other in others if other.test_accuracy is not None}
+        if found:
+            parts.append(_on_accuracy(baseline.test_accuracy, found))
     return " ".join(parts)
 
 
 def _on_speed(summaries: list[RowSummary]) -> str:
     fastest = max(summaries, key=lambda summary: summary.images_per_second.mean)
-    rate = f"{fastest.images_per_second.mean:,.0f} images per second"
+    rate = f"{fastest.images_per_second.mean:,.0f} examples per second"
     if fastest.speed is None or len(summaries) == 1:
         return (
             f"{fastest.row} runs at {rate} here."
@@ -167,19 +170,19 @@ def _listed(parts: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
-def _on_accuracy(baseline: RowSummary, others: list[RowSummary]) -> str:
-    gaps = {other.row: other.test_accuracy.mean - baseline.test_accuracy.mean for other in others}
+def _on_accuracy(baseline: Spread, others: dict[str, Spread]) -> str:
+    gaps = {row: spread.mean - baseline.mean for row, spread in others.items()}
     far = {row: gap for row, gap in gaps.items() if abs(gap) > CLOSE_ENOUGH}
     if far:
         listed = _listed([f"{row}'s by {100 * gap:+.1f} points" for row, gap in far.items()])
         text = f"Test accuracy differs from {BASELINE}'s by more than a point: {listed}"
-        return text + (ONE_SEED if baseline.test_accuracy.deviation is None else ".")
+        return text + (ONE_SEED if baseline.deviation is None else ".")
     widest = f"{100 * max(map(abs, gaps.values())):.1f}"
     agreement = (
         f"equals {BASELINE}'s" if widest == "0.0" else f"agrees with {BASELINE}'s within {widest} points"
     )
     text = f"Test accuracy {agreement}"
-    if baseline.test_accuracy.deviation is None:
+    if baseline.deviation is None:
         return text + ONE_SEED
-    spreads = [summary.test_accuracy.deviation or 0.0 for summary in (baseline, *others)]
+    spreads = [spread.deviation or 0.0 for spread in (baseline, *others.values())]
     return text + f", where seeds alone make it vary by ± {100 * max(spreads):.1f}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,10 +11,12 @@ import torch
 
 from floatplan.errors import DataError, DeviceError, TaskError
 from floatplan.records import RunHeader, RunRecord
+from floatplan.tasks.batches import batches_on, examples_in, number_of
+from floatplan.tasks.function import loss_of
 from floatplan.tasks.processes import run_apart
-from floatplan.tasks.registry import task_named
+from floatplan.tasks.registry import recipe_named
 from floatplan.tasks.rows import Row, check_rows
-from floatplan.tasks.task import DataSource, Task
+from floatplan.tasks.task import DataSource, Ingredients, Recipe
 from floatplan.tasks.train import Job
 from floatplan.tune.measure import describe_machine
 
@@ -37,22 +38,35 @@ class Request:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that this machine can run."""
+    """A comparison that this machine can run.
 
-    task: Task
+    Attributes:
+        recipe: makes the task, anew in each training.
+        rows: what to train in.
+        seeds: one training per row and seed.
+        epochs: passes over the data.
+        batch_size: as asked for; None is the task's own.
+        device: where to train.
+        data: where data may be read from.
+        examples_per_step: in the first batch.
+        steps_per_epoch: None where only going through the data tells.
+    """
+
+    recipe: Recipe
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     epochs: int
-    batch_size: int
+    batch_size: int | None
     device: torch.device
     data: DataSource
-    steps_per_epoch: int
+    examples_per_step: int
+    steps_per_epoch: int | None
 
     def jobs(self) -> tuple[Job, ...]:
         """One training per seed and row; all rows of a seed in a row, so that drift hits each alike."""
         return tuple(
             Job(
-                self.task.name,
+                self.recipe.name,
                 row.name,
                 seed,
                 self.epochs,
@@ -70,12 +84,12 @@ class Comparison:
         machine = describe_machine()
         device = next(device for device in machine.devices if device.name == str(self.device))
         return RunHeader(
-            task=self.task.name,
-            description=self.task.description,
+            task=self.recipe.name,
+            description=self.recipe.describe(),
             rows=tuple(row.name for row in self.rows),
             seeds=self.seeds,
             epochs=self.epochs,
-            batch_size=self.batch_size,
+            batch_size=self.examples_per_step,
             device=str(self.device),
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             versions={**machine.versions, **_installed("scikit-learn", "torchvision", "numpy")},
@@ -89,20 +103,18 @@ class Comparison:
 
 
 def plan_comparison(request: Request) -> Comparison:
-    """Check a request and load its data once, so that every mistake shows before the first training.
+    """Check a request and make its task once, so that every mistake shows before the first training.
 
     Raises:
-        TaskError: an unknown task or row, or a number out of range.
+        TaskError: an unknown task or row, a number out of range, or a task that cannot be trained.
         DeviceError: a device or a format that is not there.
         DataError: data that cannot be read.
     """
-    task = task_named(request.task)
+    recipe = recipe_named(request.task)
     device = check_device(request.device)
     rows = check_rows(request.rows, device)
-    epochs = task.epochs if request.epochs is None else request.epochs
-    batch_size = task.batch_size if request.batch_size is None else request.batch_size
-    for what, number in (("epochs", epochs), ("batch size", batch_size)):
-        if number < 1:
+    for what, number in (("epochs", request.epochs), ("batch size", request.batch_size)):
+        if number is not None and number < 1:
             raise TaskError(f"{what} must be 1 or more, not {number}")
     seeds = request.seeds
     if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed <= LARGEST_SEED for seed in seeds):
@@ -112,8 +124,22 @@ def plan_comparison(request: Request) -> Comparison:
         raise DataError(
             f"data folder {folder} does not exist; name one that does, or add --download to make it"
         )
-    steps_per_epoch = math.ceil(len(task.load(request.data).train) / batch_size)
-    return Comparison(task, rows, seeds, epochs, batch_size, device, request.data, steps_per_epoch)
+    given = Ingredients(device, seeds[0], request.batch_size, request.data)
+    task = recipe.prepare(given)()
+    task.model.to(device)
+    batch = batches_on(device, task.data).samples()[0]
+    loss_of(recipe.name, task, batch)
+    return Comparison(
+        recipe,
+        rows,
+        seeds,
+        task.epochs if request.epochs is None else request.epochs,
+        request.batch_size,
+        device,
+        request.data,
+        examples_in(batch),
+        number_of(task.data),
+    )
 
 
 def run_comparison(comparison: Comparison) -> Generator[RunRecord]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from floatplan.tasks.task import Data, DataSource, Examples, Task, constant, cosine
+from floatplan.tasks.images import Data, Examples, ImageRecipe
+from floatplan.tasks.task import DataSource, constant, cosine
 
 SPLIT_SEED = 0
 TEST_SHARE = 0.2
@@ -79,7 +80,7 @@ def _linear() -> nn.Module:
     return nn.Linear(64, 10)
 
 
-DIGITS = Task(
+DIGITS = ImageRecipe(
     name="digits",
     description="1,797 handwritten digits at 32x32; three convolutions with batch norm; AdamW",
     load=load_large,
@@ -91,7 +92,7 @@ DIGITS = Task(
     schedule=cosine,
 )
 
-DIGITS_LINEAR = Task(
+DIGITS_LINEAR = ImageRecipe(
     name="digits-linear",
     description="1,797 handwritten digits at 8x8; one linear layer; SGD",
     load=load_small,

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from floatplan.errors import DataError
 from floatplan.tasks.digits import ConvNet, adamw
-from floatplan.tasks.task import Data, DataSource, Examples, Task, cosine
+from floatplan.tasks.images import Data, Examples, ImageRecipe
+from floatplan.tasks.task import DataSource, cosine
 
 DEFAULT_FOLDER = Path("data")
 MEAN, DEVIATION = 0.1307, 0.3081  # of the training pixels, scaled to [0, 1]
@@ -48,7 +49,7 @@ def _examples(dataset: Any) -> Examples:
     )
 
 
-MNIST_TASK = Task(
+MNIST_RECIPE = ImageRecipe(
     name="mnist",
     description="70,000 handwritten digits at 32x32; three convolutions with batch norm; AdamW",
     load=load,

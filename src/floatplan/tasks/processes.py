@@ -22,7 +22,8 @@ def run_apart(job: Job) -> Generator[RunRecord]:
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, job), daemon=True)
+    # No daemon, whose data loaders could not have workers; it ends below, or at its next word to nobody.
+    process = context.Process(target=_child, args=(theirs, job))
     with _interrupts_ignored():
         process.start()
     theirs.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from floatplan.errors import TaskError
 from floatplan.records import (
     Choice,
     ChoiceRecord,
@@ -23,10 +23,19 @@ from floatplan.records import (
     StepRecord,
     StepResult,
 )
+from floatplan.tasks.batches import (
+    Batches,
+    Fetched,
+    batches_on,
+    examples_in,
+    number_of,
+    random_states_kept,
+    seed_all,
+)
 from floatplan.tasks.memory import meter_for
-from floatplan.tasks.registry import task_named
+from floatplan.tasks.registry import recipe_named
 from floatplan.tasks.rows import Row, Scaler, make_amp, make_scaler, notes_on, region, row_named
-from floatplan.tasks.task import DataSource, Examples, Task
+from floatplan.tasks.task import DataSource, Ingredients, Task, constant
 from floatplan.tune.measure import hardware_notes
 
 # Records leave the loop this often, so that progress shows within a long epoch; the clock stands meanwhile.
@@ -37,14 +46,15 @@ SECONDS_BETWEEN_RECORDS = 0.5
 class Job:
     """What one process trains. Names and numbers only, so that it travels to another process.
 
-    ``explains``: tell at the end what ran in which precision, where floatplan's regions were in force.
+    ``batch_size`` of None is the task's own. ``explains``: tell at the end what ran in which precision, where
+    floatplan's regions were in force.
     """
 
     task: str
     row: str
     seed: int
     epochs: int
-    batch_size: int
+    batch_size: int | None
     device: str = "cpu"
     data: DataSource = field(default_factory=DataSource)
     explains: bool = False
@@ -66,7 +76,12 @@ class Setup:
     @staticmethod
     def of(task: Task, row: Row, device: torch.device, model: nn.Module) -> Setup:
         """Optimizer and scaler made afresh around ``model``."""
-        optimizer = task.make_optimizer(model.parameters())
+        optimizer = task.optimizer(model.parameters())
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TaskError(
+                f"the task's optimizer gave a {type(optimizer).__name__}; give a function of the parameters, "
+                "as lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
         rates = tuple(group["lr"] for group in optimizer.param_groups)
         scaler, amp = make_scaler(row, device.type), make_amp(row, model, optimizer)
         return Setup(task, row, device, model, optimizer, scaler, amp, rates)
@@ -77,7 +92,7 @@ class _Step:
     """What a step left, read only when its records are made: on an accelerator, reading waits."""
 
     loss: Tensor
-    images: int
+    examples: int
     outcome: StepResult | None
 
 
@@ -87,47 +102,42 @@ def train(job: Job) -> Iterator[RunRecord]:
     An `ExplanationRecord` comes last, if the job asks for one.
 
     Weights, data order and learning rates depend on the task and the seed only, so that they are the same
-    in each row.
+    in each row: all random states are seeded anew at the start of each epoch.
 
     Raises:
-        TaskError: unknown task or row.
+        TaskError: unknown task or row, or a task that cannot be trained.
         DataError: data that cannot be read.
     """
-    task, row, device = task_named(job.task), row_named(job.row), torch.device(job.device)
+    row, device = row_named(job.row), torch.device(job.device)
     notes = notes_on(row, device.type) or hardware_notes(device, row.format)
-    data = task.load(job.data)
-    train_set, test_set = data.train.to(device), data.test.to(device)
-    shuffled = Examples(torch.empty_like(train_set.inputs), torch.empty_like(train_set.labels))
+    given = Ingredients(device, job.seed, job.batch_size, job.data)
+    make = recipe_named(job.task).prepare(given)
     memory = meter_for(device)
 
-    torch.manual_seed(job.seed)
-    setup = Setup.of(task, row, device, task.make_model().to(device))
-    order = torch.Generator().manual_seed(job.seed)
-    warm_up(setup, train_set, job.batch_size)
+    seed_all(job.seed)
+    task = make()
+    setup = Setup.of(task, row, device, task.model.to(device))
+    batches = batches_on(device, task.data)
+    warm_up(setup, batches)
     memory.reset()
 
-    steps_in_all = job.epochs * math.ceil(len(train_set) / job.batch_size)
+    steps_in_all = _steps_in_all(job, task)
     epochs: list[EpochRecord] = []
     steps: list[StepRecord] = []
     for epoch in range(1, job.epochs + 1):
-        permutation = torch.randperm(len(train_set), generator=order).to(device)
-        torch.index_select(train_set.inputs, 0, permutation, out=shuffled.inputs)
-        torch.index_select(train_set.labels, 0, permutation, out=shuffled.labels)
-        seconds, loss_sum = 0.0, 0.0
-        batches = _batches(shuffled, job.batch_size)
-        while True:
-            started = _now(device)
-            done = _run_for(SECONDS_BETWEEN_RECORDS, setup, batches, len(steps), steps_in_all)
-            seconds += _now(device) - started
-            if not done:
-                break
+        seed_all(job.seed + epoch * 2**32)
+        clock = _Clock(setup, iter(batches), steps_in_all, not isinstance(batches, Fetched))
+        examples, loss_sum = 0, 0.0
+        while done := clock.run_for(SECONDS_BETWEEN_RECORDS, len(steps)):
             for step, loss in zip(done, torch.stack([step.loss for step in done]).tolist(), strict=True):
-                loss_sum += loss * step.images
+                examples, loss_sum = examples + step.examples, loss_sum + loss * step.examples
                 steps.append(_step_record(job, epoch, len(steps) + 1, loss, step.outcome))
                 yield steps[-1]
-        accuracy = evaluate(setup, test_set, job.batch_size)
-        mean_loss = loss_sum / len(train_set)
-        epochs.append(EpochRecord(row.name, job.seed, epoch, len(train_set), seconds, mean_loss, accuracy))
+        if not examples:
+            raise TaskError(f"{job.task}: data gave no batch in epoch {epoch}; it must begin anew each time")
+        accuracy = evaluate(setup)
+        mean_loss = loss_sum / examples
+        epochs.append(EpochRecord(row.name, job.seed, epoch, examples, clock.seconds, mean_loss, accuracy))
         yield epochs[-1]
     skipped = sum(not step.stepped for step in steps)
     final_scale = None if setup.scaler is None else setup.scaler.get_scale()
@@ -140,21 +150,35 @@ def train(job: Job) -> Iterator[RunRecord]:
     in_regions = row.format != "fp32" and (choice is None or choice.is_low_anywhere)
     if job.explains and row.library == "floatplan" and in_regions:
         # Torch's rows stay clear of floatplan's kernels, which an explanation needs.
-        from floatplan.watch import explain
+        from floatplan.tasks.calls import explain_task
 
-        batch = train_set.inputs[: job.batch_size]
-        yield ExplanationRecord(row.name, explain(setup.model, batch, dtype=row.dtype, grad=True))
+        explanation = explain_task(job.task, task, batches.samples()[0], dtype=row.dtype, grad=True)
+        yield ExplanationRecord(row.name, explanation)
 
 
-def train_step(setup: Setup, inputs: Tensor, labels: Tensor) -> _Step:
+def _steps_in_all(job: Job, task: Task) -> int:
+    """What the schedule goes over; 0, which is never looked at, where the rate is constant."""
+    per_epoch = number_of(task.data)
+    if per_epoch is not None:
+        return job.epochs * per_epoch
+    if task.schedule is not constant:
+        raise TaskError(
+            f"{job.task}: a schedule needs to know the number of batches, and the data has no len(); "
+            "give it a __len__, or leave the schedule out"
+        )
+    return 0
+
+
+def train_step(setup: Setup, batch: Any) -> _Step:
     """The step that a user would write."""
+    examples = examples_in(batch)
     if setup.amp is not None:
         with setup.amp.autocast():
-            loss = setup.task.loss(setup.model(inputs), labels)
-        return _Step(loss.detach(), len(labels), setup.amp.step(loss))
+            loss = setup.task.loss(setup.model, batch)
+        return _Step(loss.detach().reshape(()), examples, setup.amp.step(loss))
     setup.optimizer.zero_grad()
     with region(setup.row, setup.device.type):
-        loss = setup.task.loss(setup.model(inputs), labels)
+        loss = setup.task.loss(setup.model, batch)
     outcome = None
     if setup.scaler is None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -163,50 +187,82 @@ def train_step(setup: Setup, inputs: Tensor, labels: Tensor) -> _Step:
         setup.scaler.scale(loss).backward()
         outcome = setup.scaler.step(setup.optimizer)
         setup.scaler.update()
-    return _Step(loss.detach(), len(labels), outcome)
+    return _Step(loss.detach().reshape(()), examples, outcome)
 
 
-def evaluate(setup: Setup, examples: Examples, batch_size: int) -> float:
-    """Share of ``examples`` whose largest output is their label, in the precision of the training."""
+def evaluate(setup: Setup) -> float | None:
+    """The accuracy of the task, in the precision of the training; None for a task that has none."""
+    if setup.task.evaluate is None:
+        return None
+    training = {module: module.training for module in setup.model.modules()}
     setup.model.eval()
-    right = 0
     around = region(setup.row, setup.device.type) if setup.amp is None else setup.amp.autocast()
     with torch.no_grad(), around:
-        for inputs, labels in _batches(examples, batch_size):
-            right += int((setup.model(inputs).argmax(1) == labels).sum())
-    setup.model.train()
-    return right / len(examples)
+        accuracy = float(setup.task.evaluate(setup.model))
+    for module, was in training.items():
+        module.training = was
+    if not 0 <= accuracy <= 1:
+        raise TaskError(
+            f"the task's evaluate gave {accuracy:g}; give a share in [0, 1], such as of what is right"
+        )
+    return accuracy
 
 
-def warm_up(setup: Setup, examples: Examples, batch_size: int) -> None:
-    """Pay the costs of first calls on a copy that is thrown away: two steps, then one of the last size."""
-    spare = Setup.of(setup.task, setup.row, setup.device, copy.deepcopy(setup.model))
-    last_size = (len(examples) - 1) % batch_size + 1
-    with torch.random.fork_rng(devices=[setup.device] if setup.device.type == "cuda" else []):
-        for size in (batch_size, batch_size, last_size):
-            train_step(spare, examples.inputs[:size], examples.labels[:size])
+def warm_up(setup: Setup, batches: Batches) -> None:
+    """Pay the costs of first calls on a copy that is thrown away: two steps, then one of each other size."""
+    try:
+        model = copy.deepcopy(setup.model)
+    except Exception as error:
+        raise TaskError(
+            f"the task's model cannot be copied, which the warm-up does: {type(error).__name__}: {error}"
+        ) from error
+    spare = Setup.of(setup.task, setup.row, setup.device, model)
+    first, *others = batches.samples()
+    with random_states_kept():
+        for batch in (first, first, *others):
+            train_step(spare, batch)
+    if any(parameter.grad is not None for parameter in setup.model.parameters()):
+        raise TaskError(
+            "the task's loss was given one model and trained another; write it as a function of its "
+            "first argument, as lambda model, batch: F.mse_loss(model(batch[0]), batch[1])"
+        )
 
 
-def _batches(examples: Examples, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(
-        torch.split(examples.inputs, batch_size), torch.split(examples.labels, batch_size), strict=True
-    )
+class _Clock:
+    """Steps of one epoch and the seconds that they took.
+
+    What comes one by one is fetched while the clock stands; batches that lie ready are counted with it, so
+    that an accelerator need not wait between two steps.
+    """
+
+    def __init__(self, setup: Setup, batches: Iterator[Any], steps_in_all: int, ready: bool) -> None:
+        self._setup, self._batches, self._in_all, self._ready = setup, batches, steps_in_all, ready
+        self.seconds = 0.0
+
+    def run_for(self, seconds: float, done: int) -> list[_Step]:
+        """Take steps until ``seconds`` have passed or the batches are used up. ``done``: steps before."""
+        device, setup = self._setup.device, self._setup
+        until = time.perf_counter() + seconds
+        steps: list[_Step] = []
+        started = _now(device)
+        while time.perf_counter() <= until or not steps:
+            if not self._ready:
+                self.seconds += _now(device) - started
+            batch = next(self._batches, _END)
+            if not self._ready:
+                started = _now(device)
+            if batch is _END:
+                break
+            if self._in_all:
+                factor = setup.task.schedule((done + len(steps)) / self._in_all)
+                for group, peak in zip(setup.optimizer.param_groups, setup.peak_rates, strict=True):
+                    group["lr"] = factor * peak
+            steps.append(train_step(setup, batch))
+        self.seconds += _now(device) - started
+        return steps
 
 
-def _run_for(
-    seconds: float, setup: Setup, batches: Iterator[tuple[Tensor, Tensor]], done: int, in_all: int
-) -> list[_Step]:
-    """Take steps until ``seconds`` have passed or the batches are used up."""
-    until = time.perf_counter() + seconds
-    steps: list[_Step] = []
-    for inputs, labels in batches:
-        factor = setup.task.schedule((done + len(steps)) / in_all)
-        for group, peak in zip(setup.optimizer.param_groups, setup.peak_rates, strict=True):
-            group["lr"] = factor * peak
-        steps.append(train_step(setup, inputs, labels))
-        if time.perf_counter() > until:
-            break
-    return steps
+_END: Any = object()
 
 
 def _now(device: torch.device) -> float:

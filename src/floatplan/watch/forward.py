@@ -28,6 +28,7 @@ from floatplan.watch.tensors import short
 def explain(
     model: nn.Module,
     inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
     *,
     device_type: str | torch.device | torch.Tensor | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
@@ -46,6 +47,7 @@ def explain(
     Args:
         model: the module to run. One that carries a plan follows that.
         inputs: a tuple of positional arguments, a mapping of keyword arguments, or the one argument.
+        kwargs: keyword arguments beside positional ones.
         device_type: of the region; by default that of the model's parameters, else of the inputs.
         dtype: of the region; ``None`` for no region around the model.
         policy: of the region, as in `autocast`.
@@ -68,8 +70,8 @@ def explain(
         raise TypeError(f"explain(model, inputs) takes a torch.nn.Module, got {type(model).__name__}")
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise RegionError("the model makes parameters on its first batch; run one through it before explain")
-    args, kwargs = _arguments(inputs)
-    tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+    args, named = _arguments(inputs, kwargs)
+    tensors = [*model.parameters(), *tensors_in((args, named))]
     if device_type is None:
         device_type = next((tensor.device.type for tensor in tensors), "cpu")
     has_region = dtype is not None and not _carries_plan(model)
@@ -87,7 +89,7 @@ def explain(
             around if has_region else nullcontext(),
             _torch.Watch(recorder.ran),
         ):
-            torch.func.functional_call(model, buffers, args, kwargs)
+            torch.func.functional_call(model, buffers, args, named)
     return Explanation(
         model=type_name(model),
         device_type=around.device,
@@ -97,11 +99,11 @@ def explain(
     )
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments."""
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, Mapping) and kwargs is None:
         return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), dict(kwargs or {})
 
 
 def _carries_plan(model: nn.Module) -> bool:

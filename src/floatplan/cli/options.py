@@ -1,0 +1,3 @@
+"""What several commands say of the same option."""
+
+TASK_HELP = "digits, digits-linear, mnist, or your own: package.module:function or path/to/file.py:function."
