@@ -24,7 +24,8 @@ from floatplan.report.ranges import module_rows
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.training import render_training, write_training_report
 from floatplan.report.training_plots import MOST_STRETCHES, lines_of, step_figures, time_figure
-from floatplan.report.training_tables import NAMES
+from floatplan.report.training_tables import MOST_LINES as MOST_ROWS
+from floatplan.report.training_tables import NAMES, risk_part
 
 pytest.importorskip("plotly")
 KIND = {words: kind for kind, words in NAMES.items()}
@@ -209,6 +210,18 @@ def test_a_large_model_and_many_steps_stay_a_small_page() -> None:
     assert len(figure.choices[1].options) == 1 + math.ceil(99 / math.ceil(99 / MOST_FRAMES))
     assert figure.choices[1].options[1] == "steps 1 to 9"
     assert f"the {MOST_LINES} modules" in figure.caption
+
+
+def test_a_long_table_keeps_those_at_the_highest_risk() -> None:
+    (hot,) = (row for row in module_rows(recorded().run) if row.module == "hot" and row.what == "activation")
+    (head,) = (
+        row for row in module_rows(recorded().run) if row.module == "head" and row.what == "activation"
+    )
+    part = risk_part([head] * MOST_ROWS + [hot], "fp16")
+    assert part.count("<tr") == 1 + MOST_ROWS
+    assert part.index(">hot<") < part.index(">head<")
+    assert "Shown are the 500 of 501 lines at the highest risk in fp16" in part
+    assert "Shown are" not in risk_part([head, hot], "fp16")
 
 
 # --- Steps -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from floatplan.report.ranges import PHRASES, ModuleRow, module_name, module_rows
 from floatplan.report.runfile import AnyRun, Run, TrainingRun
 from floatplan.report.tables import Cell, Column, Filter, Line, number_cell, sortable_table
 from floatplan.report.timeline import first_and_last, is_scaled, timed_parts
-from floatplan.report.training import TOPICS, side_by_side, title_of
+from floatplan.report.training import TOPICS, side_by_side, title_of, unbroken
 from floatplan.report.training_json import json_safe, training_json
 from floatplan.report.training_plots import compared_times, lines_of, step_figures
 from floatplan.report.training_tables import NAMES, milliseconds, risk_level
@@ -160,7 +160,7 @@ def _verdicts_part(runs: Runs) -> str:
         found = verdict(run)
         items = "".join(
             f'<li class="{one.level}"><span class="tag">{escape(TOPICS[one.topic])}</span>'
-            f"<span>{escape(one.text)}</span></li>"
+            f"<span>{escape(unbroken(one.text))}</span></li>"
             for one in found.statements
         )
         parts.append(

@@ -108,7 +108,7 @@ def said_part(found: Verdict) -> str:
     """The statements as a list, and the plan."""
     items = "".join(
         f'<li class="{one.level}"><span class="tag">{escape(TOPICS[one.topic])}</span>'
-        f"<span>{escape(one.text)}</span></li>"
+        f"<span>{escape(unbroken(one.text))}</span></li>"
         for one in sorted(found.statements, key=lambda one: ("bad", "note", "good").index(one.level))
     )
     plan = (
@@ -118,6 +118,11 @@ def said_part(found: Verdict) -> str:
         else ""
     )
     return (f'<ul class="said">{items}</ul>' if items else "") + plan
+
+
+def unbroken(text: str) -> str:
+    """The same with percentages that no line ends within."""
+    return text.replace(" %", "\u00a0%")
 
 
 def notes_part(run: TrainingRun) -> str:

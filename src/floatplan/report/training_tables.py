@@ -23,6 +23,8 @@ NAMES = {
     "update": "updates",
 }
 """Kinds of numbers as the page calls them."""
+MOST_LINES = 500
+"""Of the table of modules; of more, those at the highest risk."""
 PARTS = {
     "all": "the whole step",
     "forward": "forward",
@@ -67,15 +69,19 @@ def risk_part(rows: Sequence[ModuleRow], name: str) -> str:
         return ""
     kinds = tuple((what, NAMES[what]) for what in dict.fromkeys(row.what for row in rows))
     formats = tuple((one, one) for one in WHAT_IF)
+    shown = by_risk(rows, name)[:MOST_LINES]
     table = sortable_table(
         "risks",
         RISK_COLUMNS,
-        (Line(risk_cells(row), row.what) for row in by_risk(rows, name)),
+        (Line(risk_cells(row), row.what) for row in shown),
         lines_by=Filter("show", "kind", (("", "all kinds"), *kinds)),
         columns_by=Filter("beside the limits of", "format", formats, name),
     )
-    sampled = any(row.numbers.size > row.numbers.count for row in rows)
-    legend = _LEGEND + (" Shares of large tensors are those of an even sample." if sampled else "")
+    legend = _LEGEND
+    if any(row.numbers.size > row.numbers.count for row in rows):
+        legend += " Shares of large tensors are those of an even sample."
+    if len(shown) < len(rows):
+        legend += f" Shown are the {len(shown):,} of {len(rows):,} lines at the highest risk in {name}."
     return f'<h2>Modules by risk</h2>{table}<p class="small">{escape(legend)}</p>'
 
 
