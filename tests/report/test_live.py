@@ -93,6 +93,20 @@ def test_the_risk_is_that_of_the_last_recorded_step() -> None:
     assert course.risk == "hot, activations: not finite"
 
 
+def test_each_step_is_judged_by_its_own_numbers() -> None:
+    made = recorded()
+    course = Course()
+    course.note(made.run.header)
+    numbers = [one for one in made.run.numbers if one.what == "activation"]
+    first, second = sorted({one.step for one in numbers})[:2]
+    for record in numbers:
+        if record.step == first or (record.step == second and record.name == "head"):
+            course.note(record)
+    assert course.risk == "hot, activations: not finite"
+    course.settle()
+    assert course.risk == "none"
+
+
 def test_a_training_that_goes_on_says_from_where() -> None:
     where = console(False)
     header = recorded().run.header

@@ -177,6 +177,23 @@ def test_the_format_of_the_training_is_judged_first(precision: str, dtypes: list
     assert judged_format(TrainingRun(header, numbers=numbers)) == judged
 
 
+def alone(what: str, dtype: str, *values: float) -> ModuleRow:
+    return ModuleRow("m", what, dtype, 1, numbers_of(torch.tensor(values)), (1.0, 1.0))  # type: ignore[arg-type]
+
+
+def test_only_what_no_scale_moves_is_near_a_limit() -> None:
+    assert alone("activation", "fp16", 5e4).fit("fp16").risk == "near"
+    assert alone("weight", "fp32", 5e4).fit("fp16").risk == "near"
+    assert alone("gradient", "fp16", 5e4).fit("fp16").risk == "none"
+
+
+def test_what_nothing_has_to_keep_in_a_format_counts_least() -> None:
+    kept, elsewhere = alone("weight", "fp32", 1e-9), alone("weight gradient", "fp32", 1e-9)
+    assert kept.fit("fp16").risk == elsewhere.fit("fp16").risk == "underflow"
+    assert by_risk([elsewhere, kept], "fp16") == (kept, elsewhere)
+    assert elsewhere.fit("fp16").score < LEVELS["underflow"]
+
+
 def test_numbers_that_are_all_zero_are_no_risk() -> None:
     zeros = ModuleRow("m", "activation", "fp32", 1, numbers_of(torch.zeros(5)), (1.0, 1.0))
     assert {fit.risk for fit in zeros.fits.values()} == {"none"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from made_up_run import RUN
 from pages import plots, tables, without_plotly
 from recorded import recorded
@@ -23,6 +24,7 @@ from floatplan.report.several import (
     unlike_text,
 )
 from floatplan.report.several_text import several_lines
+from floatplan.watch.histogram import numbers_of
 
 
 def runs() -> dict[str, TrainingRun]:
@@ -45,6 +47,26 @@ def test_modules_whose_risk_differs_are_found() -> None:
     assert spreads == sorted(spreads, reverse=True)
     alike = {"one": recorded().run, "two": recorded().run}
     assert differences(alike, "fp16") == ()
+
+
+def test_of_several_formats_in_one_module_the_worst_counts() -> None:
+    made = recorded().run
+    (one, *_) = (n for n in made.numbers if n.what == "activation" and n.name == "hot")
+    # Beside its fp16 numbers the module has harmless ones in another format, listed before or after them.
+    for dtype in ("bf16", "fp32"):
+        more = replace(next(n for n in made.numbers if n.name == "head"), name="hot", dtype=dtype)
+        both = {"a": replace(made, numbers=(one, more)), "b": replace(made, numbers=(more,))}
+        (hot,) = differences(both, "fp16")
+        assert [row and row.fits["fp16"].risk for row in hot.rows.values()] == ["not finite", "none"]
+
+
+def test_no_risk_is_no_difference_however_much_room_there_is() -> None:
+    made = recorded().run
+    (head, *_) = (n for n in made.numbers if n.what == "activation" and n.name == "head")
+    large = replace(head, numbers=numbers_of(torch.tensor([1000.0])))
+    assert (
+        differences({"a": replace(made, numbers=(head,)), "b": replace(made, numbers=(large,))}, "fp16") == ()
+    )
 
 
 def test_a_module_that_one_did_not_record_is_told() -> None:

@@ -22,7 +22,7 @@ from floatplan.records.numbers import WHAT_IF, boundaries
 from floatplan.report.heatmap import MOST_FRAMES, MOST_LINES, heat_map, limits
 from floatplan.report.ranges import module_rows
 from floatplan.report.runfile import TrainingRun
-from floatplan.report.training import render_training, write_training_report
+from floatplan.report.training import render_training, side_by_side, write_training_report
 from floatplan.report.training_plots import MOST_STRETCHES, lines_of, step_figures, time_figure
 from floatplan.report.training_tables import MOST_LINES as MOST_ROWS
 from floatplan.report.training_tables import NAMES, risk_part
@@ -270,14 +270,19 @@ def test_many_times_are_medians_of_stretches() -> None:
     (first, *_) = (one for one in recorded().run.steps if one.seconds is not None)
     steps = [
         replace(
-            first, step=n, seconds=4.0, forward_seconds=float(n % 3), backward_seconds=0.0, step_seconds=0.0
+            first,
+            step=n,
+            seconds=4.0,
+            forward_seconds=9.0 * (n % 3 == 0),
+            backward_seconds=0.0,
+            step_seconds=0.0,
         )
         for n in range(1, 3 * MOST_STRETCHES + 1)
     ]
     figure = time_figure(steps)
     assert figure is not None
-    assert set(figure.traces[0]["y"]) == {1000.0}
-    assert len(figure.traces[0]["y"]) == MOST_STRETCHES
+    assert figure.traces[0]["y"] == [0.0] * MOST_STRETCHES
+    assert figure.traces[3]["y"] == [4000.0] * MOST_STRETCHES
 
 
 # --- Casts -----------------------------------------------------------------------------------------------
@@ -346,6 +351,12 @@ def test_problems_of_the_file_and_notes_are_told() -> None:
     own = render_training(replace(recorded().run, problems=("line 7 cannot be read",)))
     assert '<ul class="problems"><li>line 7 cannot be read</li></ul>' in own
     assert '<ul class="notes"><li>the inside of compiled modules is not seen</li></ul>' in own
+
+
+def test_no_plot_stands_beside_an_empty_half() -> None:
+    found = step_figures(lines_of({"": recorded().run}))
+    assert [figure.full for figure in side_by_side(found)] == [False, False, True]
+    assert [figure.full for figure in side_by_side(found[:2])] == [False, False]
 
 
 def test_a_training_without_scaling_has_no_plot_of_it() -> None:

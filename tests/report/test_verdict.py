@@ -243,6 +243,18 @@ def test_gradients_at_the_lower_end_of_fp16_get_a_scale_or_a_rule() -> None:
     assert one.bf16 == ("a",)
 
 
+def test_gradients_that_a_loss_scale_would_save_are_no_reason_to_worry() -> None:
+    run = with_numbers(numbers("gradient", "a", [1e-8, 1e-3], "bf16"), precision="bf16")
+    one = said(run, "underflow")
+    assert (one.level, one.bf16) == ("good", ())
+    assert "Without a loss scale, gradients would underflow in fp16 in a (50 %)" in one.text
+    assert "below 65,504 is 3.36e+07; with it 0 % underflow in a" in one.text
+    wide = with_numbers(numbers("gradient", "a", [1e-8, 5e4], "bf16"), precision="bf16")
+    one = said(wide, "underflow")
+    assert (one.level, one.bf16) == ("note", ("a",))
+    assert "No scale helps a: run it in bf16." in one.text
+
+
 def test_a_plan_for_most_modules_is_bf16_altogether() -> None:
     run = with_numbers(numbers("activation", "a", [math.inf]))
     assert Plan.parse(verdict(run).plan) == Plan("bf16")
@@ -272,6 +284,7 @@ def test_updates_lost_in_low_weights_are_bad() -> None:
         ((False, *(True,) * 9), "good", "1 of 10 steps was skipped, the last at step 1: overflow (w)."),
         ((*(True,) * 7, False, False, False), "bad", "The last 3 steps were all skipped."),
         ((*(True,) * 90, *(False, True) * 5), "bad", "10 % of the steps were skipped"),
+        ((*(True,) * 10, *(False, True) * 5), "good", "5 of 20 steps were skipped"),
     ],
 )
 def test_skips_count_by_where_they_stand(stepped: tuple[bool, ...], level: str, words: str) -> None:
