@@ -178,6 +178,22 @@ def test_a_training_with_room_is_healthy() -> None:
     assert "none are subnormal" in said(run, "underflow").text
 
 
+def test_a_precision_that_nothing_ran_in_is_told() -> None:
+    dtypes = ("fp32", "fp32", "fp16")
+    run = with_numbers(*(numbers("activation", f"m{n}", [1.0], dtype) for n, dtype in enumerate(dtypes)))
+    one = said(run, "precision")
+    assert (one.level, one.text) == (
+        "good",
+        "Of the recorded modules, 2 returned fp32 and 1 returned fp16.",
+    )
+    nowhere = with_numbers(numbers("activation", "a", [1.0], "fp32"))
+    one = said(nowhere, "precision")
+    assert one.level == "note"
+    assert one.text == "fp16 was asked for, and no recorded module returned it: 1 returned fp32."
+    full = with_numbers(numbers("activation", "a", [1.0], "fp32"), precision="fp32")
+    assert not [one for one in verdict(full).statements if one.topic == "precision"]
+
+
 def test_nothing_is_said_of_kinds_that_were_not_recorded() -> None:
     found = verdict(with_numbers())
     assert {one.topic for one in found.statements} == {"loss", "scale"}

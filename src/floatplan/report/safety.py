@@ -181,7 +181,7 @@ def underflow_statements(run: TrainingRun, rows: Iterable[ModuleRow]) -> list[St
     elif wide:
         worst = max(wide, key=lost_gradients)
         text = (
-            "At the loss scale used, fp16 would hold the gradients that lie in wider formats, "
+            f"{_scaled(wide)}, fp16 would hold the gradients that lie in wider formats, "
             f"of {_modules(len(wide))}: {_at_most(lost_gradients(worst), worst)} underflow."
         )
         found.append(Statement("good", "underflow", "", text + _unscaled(run, wide)))
@@ -250,6 +250,12 @@ def _edge(run: TrainingRun, edge: list[ModuleRow]) -> Statement:
         modules = tuple(row.module for row in innermost(edge))
     short = f"gradients of {edge[0].label} are near fp16's lower end"
     return Statement("note", "underflow", short, text, modules)
+
+
+def _scaled(rows: list[ModuleRow]) -> str:
+    return (
+        "At the loss scale used" if any(row.scales != (1.0, 1.0) for row in rows) else "Without a loss scale"
+    )
 
 
 def _at_most(value: float, row: ModuleRow) -> str:

@@ -15,7 +15,7 @@ from floatplan.report.numbers import MISSING, count, share, significant
 from floatplan.report.ranges import PHRASES, ModuleRow, module_name, module_rows
 from floatplan.report.runfile import AnyRun, Run, TrainingRun
 from floatplan.report.tables import Cell, Column, Filter, Line, number_cell, sortable_table
-from floatplan.report.timeline import first_and_last, is_scaled, timed_parts
+from floatplan.report.timeline import by_optimizer, first_and_last, is_scaled, timed_parts
 from floatplan.report.training import TOPICS, side_by_side, title_of, unbroken
 from floatplan.report.training_json import json_safe, training_json
 from floatplan.report.training_plots import compared_times, lines_of, step_figures
@@ -23,6 +23,8 @@ from floatplan.report.training_tables import NAMES, milliseconds, risk_level
 from floatplan.report.verdict import verdict
 
 Runs = Mapping[str, TrainingRun]
+APART = 0.1
+"""Scores of the same risk that are further apart than this differ, too."""
 SUMMARY = ("training", "steps", "skipped", "first loss", "last loss", "scale at the end", "time of a step")
 
 
@@ -81,7 +83,8 @@ def unlike_text(runs: Runs) -> str:
 
 def summary_row(run: TrainingRun) -> tuple[str, ...]:
     """The cells of one training after its name, in the order of ``SUMMARY``."""
-    ends = first_and_last(run.steps)
+    alone = len(by_optimizer(run.steps)) == 1
+    ends = first_and_last(run.steps) if alone else None
     parts = {part.name: part.median for part in timed_parts(run.steps)}
     skipped = sum(not one.stepped for one in run.steps)
     return (
@@ -89,7 +92,7 @@ def summary_row(run: TrainingRun) -> tuple[str, ...]:
         f"{skipped:,} ({share(skipped / len(run.steps))})" if run.steps else MISSING,
         significant(ends[0]) if ends else MISSING,
         significant(ends[1]) if ends else MISSING,
-        count(run.steps[-1].scale) if is_scaled(run) else MISSING,
+        count(run.steps[-1].scale) if is_scaled(run) and alone else MISSING,
         milliseconds(parts.get("all")),
     )
 
@@ -107,7 +110,7 @@ def differences(runs: Runs, name: str) -> tuple[Difference, ...]:
     for (what, module), of_all in rows.items():
         scores = [row.fits[name].score for row in of_all.values() if row]
         risks = {row.fits[name].risk for row in of_all.values() if row}
-        if len(risks) > 1 or (risks != {"none"} and max(scores) - min(scores) > 0.01):
+        if len(risks) > 1 or (risks != {"none"} and max(scores) - min(scores) > APART):
             found.append(Difference(module, what, of_all, max(scores) - min(scores)))
     return tuple(sorted(found, key=lambda one: -one.spread))
 

@@ -15,7 +15,7 @@ class Statement:
     Attributes:
         level: "bad" where the training went wrong or loses something that it should not, "note" for what to
             know before a change, "good" for the rest.
-        topic: "findings", "loss", "scale", "overflow", "underflow" or "updates".
+        topic: "findings", "precision", "loss", "scale", "overflow", "underflow" or "updates".
         short: in a few words, for the headline; "" where it is good.
         text: in sentences.
         bf16: names of the modules that fp16 is too narrow for and bf16 is not.

@@ -20,6 +20,7 @@ from floatplan.report.training_tables import casts_part, grid_part, milliseconds
 from floatplan.report.verdict import Verdict, verdict
 
 TOPICS = {
+    "precision": "precision",
     "findings": "finding",
     "loss": "loss",
     "scale": "loss scale",
@@ -142,14 +143,15 @@ def tiles(run: TrainingRun) -> dict[str, str]:
     """The figures in large: label to text."""
     skipped = sum(not one.stepped for one in run.steps)
     parts = {part.name: part for part in timed_parts(run.steps)}
-    ends = first_and_last(run.steps) if len(by_optimizer(run.steps)) == 1 else None
+    alone = len(by_optimizer(run.steps)) == 1
+    ends = first_and_last(run.steps) if alone else None
     named = {
         "steps": count(len(run.steps)),
         "skipped": f"{skipped:,} ({share(skipped / len(run.steps))})" if run.steps else MISSING,
         "loss, first and last tenth": f"{significant(ends[0])} \u2192 {significant(ends[1])}"
         if ends
         else MISSING,
-        "loss scale at the end": count(run.steps[-1].scale) if is_scaled(run) else MISSING,
+        "loss scale at the end": count(run.steps[-1].scale) if is_scaled(run) and alone else MISSING,
         "median time of a step": milliseconds(parts["all"].median if "all" in parts else None),
     }
     return {label: text for label, text in named.items() if text != MISSING}

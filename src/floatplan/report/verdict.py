@@ -9,7 +9,14 @@ from typing import Literal, TypeAlias
 
 from floatplan.records.numbers import WHAT_IF
 from floatplan.report.numbers import count, share, significant
-from floatplan.report.ranges import LOST, PHRASES, ModuleRow, judged_format, module_rows
+from floatplan.report.ranges import (
+    LOST,
+    PHRASES,
+    ModuleRow,
+    judged_format,
+    module_rows,
+    precision_of,
+)
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.safety import overflow_statements, plan_of, underflow_statements
 from floatplan.report.statement import Level, Statement, listed
@@ -57,6 +64,7 @@ def verdict(run: TrainingRun, rows: tuple[ModuleRow, ...] | None = None) -> Verd
     name = judged_format(run)
     statements = [
         *finding_statements(run),
+        *precision_statements(run, rows, name),
         *loss_statements(run),
         *scale_statements(run),
         *overflow_statements(run, rows),
@@ -94,6 +102,19 @@ def finding_statements(run: TrainingRun) -> list[Statement]:
         text = f"{places}{more}: {' '.join(sentences)}"
         found.append(Statement("bad", "findings", f"step {steps[0]:,} was bad", text))
     return found
+
+
+def precision_statements(run: TrainingRun, rows: tuple[ModuleRow, ...], name: str) -> list[Statement]:
+    """In which formats modules returned what they computed, where one lower than float32 was asked for."""
+    formats = Counter(row.dtype for row in rows if row.what == "activation")
+    if not formats or precision_of(run) not in ("fp16", "bf16"):
+        return []
+    said = listed([f"{number:,} returned {format}" for format, number in formats.most_common()])
+    text = f"Of the recorded modules, {said}."
+    if formats[name]:
+        return [Statement("good", "precision", "", text)]
+    text = f"{name} was asked for, and no recorded module returned it: {said}."
+    return [Statement("note", "precision", f"nothing was returned in {name}", text)]
 
 
 def loss_statements(run: TrainingRun) -> list[Statement]:
