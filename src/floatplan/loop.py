@@ -17,7 +17,7 @@ from floatplan.engine import Plan
 from floatplan.engine.cache import kept_past_backward
 from floatplan.errors import StepError
 from floatplan.recording import Recording, recording_of
-from floatplan.records import Choice, StepResult
+from floatplan.records import Choice, Diagnosis, StepResult
 from floatplan.scaling import GradScaler
 from floatplan.step import checks, guard, layout, notes, saved
 from floatplan.step.afterwards import Afterwards
@@ -31,6 +31,7 @@ from floatplan.step.settings import Settings
 from floatplan.step.window import Window
 from floatplan.step.windows import Windows
 from floatplan.tune.regions import Regions
+from floatplan.watch.lookback import LookBack
 
 Precision = Literal["bf16", "fp16", "fp32", "auto"] | torch.dtype | Plan
 
@@ -109,7 +110,21 @@ class Amp:
                 _compiler.compile_calls(model)
         guard.watch(self.optimizers, self)
         self._recording = recording_of(record, self.models, str(self._precision), self.accumulate)
-        self._forwards.listener = self._ends.listener = self._recording
+        self._ends.listener = self._recording
+        self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        """Keep what a look at a step that was refused takes."""
+        diagnose = self.settings.diagnose
+        self._look_back = self._ends.examiner = LookBack(
+            self.models,
+            self._precision,
+            self.settings.policy,
+            None if isinstance(diagnose, bool) else diagnose,
+            self.settings.diagnose_after if diagnose else 0,
+        )
+        listeners = self._look_back, self._recording
+        self._forwards.listeners = tuple(one for one in listeners if one is not None)
 
     def __del__(self) -> None:
         windows = self.__dict__.get("_windows")
@@ -291,6 +306,31 @@ class Amp:
             self._windows.scaler(), outputs, inputs, grad_outputs, create_graph, retain_graph, allow_unused
         )
 
+    def diagnose(self) -> Diagnosis:
+        """Look again at the last forward, and tell what is wrong with it: see ``Settings(diagnose=...)``.
+
+        Raises:
+            StepError: no forward was kept: there was none in a region, or ``diagnose`` is False.
+        """
+        with self._forwards.unheard():
+            return self._look_back.look(self.get_scale())
+
+    def write_bundle(self, folder: str | os.PathLike[str], *, model: int = 0) -> Diagnosis:
+        """Write what `diagnose` looks at to a folder, for ``floatplan replay``; weights as they are now.
+
+        After a step that was refused these are the weights of that step.
+
+        Args:
+            folder: a new one.
+            model: place of the model whose last call it is.
+
+        Raises:
+            StepError: as of `diagnose`.
+            BundleError: the folder is there already, or cannot be written.
+        """
+        with self._forwards.unheard():
+            return self._look_back.write_bundle(folder, self.get_scale(), model)
+
     def get_scale(self, *, optimizer: torch.optim.Optimizer | None = None) -> float:
         """The loss scale of the next step; 1.0 where nothing is scaled. Waits for the device."""
         scaler = self._windows.of(optimizer, must_be_alone=False).scaler
@@ -336,11 +376,12 @@ class Amp:
 
     def __getstate__(self) -> dict[str, Any]:
         self._afterwards.settle()
-        return {**self.__dict__, "_recording": None}
+        return {**self.__dict__, "_recording": None, "_look_back": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._regions.restore()
+        self._watch_forwards()
         guard.watch(self.optimizers, self)
 
     def __copy__(self) -> Amp:

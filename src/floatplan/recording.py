@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from floatplan.errors import RecordingError
 from floatplan.records import (
+    Diagnosis,
     FindingRecord,
     KnownStep,
     StepFacts,
@@ -226,12 +227,13 @@ class Recording:
             step.numbers.close()
             self._pace.thrown_away()
 
-    def found(self, finding: FindingRecord) -> None:
-        """Why a step was bad."""
+    def found(self, diagnosis: Diagnosis) -> None:
+        """Why the last step was refused."""
         if not self._is_closed:
             lines = self._open()
             lines.flush()
-            lines.write(finding)
+            lines.write(FindingRecord(self._steps, diagnosis))
+            self._last_end = self._clock.now()
 
     @property
     def steps(self) -> int:

@@ -38,6 +38,7 @@ def test_the_public_surface_is_pinned() -> None:
                 "--device",
                 "--download",
                 "--epochs",
+                "--no-drift",
                 "--out",
                 "--quiet",
                 "--rows",

@@ -20,10 +20,11 @@ import torch
 
 import floatplan as fp
 from floatplan.errors import RegionError
+from floatplan.watch.drift import Drift, drift
 
 pytest.importorskip("transformers", reason="the test extra has it")
 import small_transformers
-from small_transformers import FORMATS, MODELS, STEPS, Run, batch, make, train
+from small_transformers import FORMATS, LEARNING_RATES, MODELS, STEPS, Run, batch, make, train
 
 UNIFIED, SLOW = fp.Policy.unified(), fp.Policy.unified(slow_kernels=True)
 REGIONS = {"bf16": ("bf16", UNIFIED), "fp16": ("fp16", UNIFIED), "fp16 on slow kernels": ("fp16", SLOW)}
@@ -59,6 +60,29 @@ def test_eager_training(kind: str, name: str, figure: Callable[[str], None]) -> 
     assert run.calls == in_float32(name).calls == STEPS
     if policy is SLOW:
         assert run.products == ["torch.float16"]
+
+
+@each_model
+@pytest.mark.parametrize("word", FORMATS)
+def test_no_module_is_farther_from_float32_than_its_format_explains(
+    word: str, name: str, figure: Callable[[str], None]
+) -> None:
+    model = make(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATES[name])
+    shares = []
+    for step in range(1, STEPS + 1):
+        given = batch(name, step)
+        if step in (1, 5, 20):
+            region = fp.autocast("cpu", dtype=FORMATS[word], policy=SLOW)
+            found = drift(model, lambda given=given: model(**given).loss, lambda r=region: r, scale=1024.0)
+            assert isinstance(found, Drift), found
+            assert not found.leaves, (step, found)
+            assert found.gradients < 0.1
+            shares.append(found.worst.share)
+        optimizer.zero_grad()
+        model(**given).loss.backward()
+        optimizer.step()
+    figure(f"drift of {name} in {word}: at most {max(shares):.2f} of what is explained")
 
 
 @each_model

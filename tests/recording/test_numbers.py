@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 from numpy.typing import NDArray
+from recorded_trainings import Net, recorded, train
 from torch import Tensor, nn
-from trainings import Net, recorded, train
 
 import floatplan as fp
 from floatplan.formats import FORMATS

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_trainings import POLICY, Net, batch, loss_of, recorded, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from trainings import POLICY, Net, batch, loss_of, recorded, train
 
 import floatplan as fp
 from floatplan.errors import FloatplanWarning, RunFolderError
@@ -298,6 +298,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_compiled_model_is_seen_from_outside(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
     counters.clear()
     plain = train(None, "bf16", steps=5, make=Convolutions, compile=True)
     graphs = counters["stats"]["unique_graphs"]

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy
 import torch
@@ -21,10 +22,12 @@ import floatplan as fp
 from floatplan.formats import format_of
 from floatplan.records import (
     CastsRecord,
+    Diagnosis,
     FindingRecord,
     LostUpdates,
     NumbersKind,
     NumbersRecord,
+    StepResult,
     TrainedStep,
     TrainingHeader,
     TrainingRecord,
@@ -101,21 +104,11 @@ class Tap:
                 output.register_hook(lambda g: self.seen["gradient", name].append(g.detach().clone()))
 
 
-def training(seed: int = 0, steps: int = STEPS, precision: str = "fp16", lr: float = 0.02) -> Recorded:
-    """Train, and record every `EVERY` steps. In "fp32" without regions and scaling."""
-    torch.manual_seed(seed)
-    model = Net()
-    names = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(names.items(), lr=lr, momentum=0.9)
-    scaler = fp.GradScaler("cpu", init_scale=2.0**20, growth_interval=20, enabled=precision == "fp16")
-    tap = Tap()
-    tap.watch(model)
-    policy = fp.Policy.unified(slow_kernels=True)
-    teacher = torch.randn(12, 4)
-    header = TrainingHeader(
+def _header(model: nn.Module, precision: str) -> TrainingHeader:
+    return TrainingHeader(
         model="Net",
         precision=precision,
-        parameters=sum(one.numel() for one in names.values()),
+        parameters=sum(one.numel() for one in model.parameters()),
         modules=tuple(name for name, _ in model.named_modules()),
         fingerprint="net",
         every=EVERY,
@@ -126,8 +119,24 @@ def training(seed: int = 0, steps: int = STEPS, precision: str = "fp16", lr: flo
         machine={"system": "a <machine> & more"},
         notes=("the inside of compiled modules is not seen",),
     )
+
+
+def training(seed: int = 0, steps: int = STEPS, precision: str = "fp16", lr: float = 0.02) -> Recorded:
+    """Train, and record every `EVERY` steps. In "fp32" without regions and scaling."""
+    torch.manual_seed(seed)
+    model = Net()
+    names = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(names.items(), lr=lr, momentum=0.9)
+    scaler = fp.GradScaler("cpu", init_scale=2.0**20, growth_interval=20, enabled=precision == "fp16")
+    policy = fp.Policy.unified(slow_kernels=True)
+    region = functools.partial(
+        fp.autocast, "cpu", dtype=torch.float16, enabled=precision == "fp16", policy=policy
+    )
+    tap = Tap()
+    tap.watch(model)
+    teacher = torch.randn(12, 4)
     records: list[TrainingRecord] = []
-    found = Recorded(TrainingRun(header), records, {}, {}, {})
+    found = Recorded(TrainingRun(_header(model, precision)), records, {}, {}, {})
     ended = time.perf_counter()
     for step in range(1, steps + 1):
         tap.on = (step - 1) % EVERY == 0
@@ -135,39 +144,21 @@ def training(seed: int = 0, steps: int = STEPS, precision: str = "fp16", lr: flo
         with torch.no_grad():
             target = (x @ teacher).argmax(dim=1)
         optimizer.zero_grad()
-        started = time.perf_counter()
-        with fp.autocast("cpu", dtype=torch.float16, enabled=precision == "fp16", policy=policy):
+        moments = [ended, time.perf_counter()]
+        with region():
             loss = nn.functional.cross_entropy(model(x).float(), target)
-        forward = time.perf_counter()
+        moments.append(time.perf_counter())
         scaler.scale(loss).backward()
-        backward = time.perf_counter()
+        moments.append(time.perf_counter())
         scale = scaler.get_scale()
         scaler.unscale_(optimizer)
         before = {name: one.detach().clone() for name, one in names.items()}
         gradients = {name: one.grad.detach().clone() for name, one in names.items() if one.grad is not None}
         result = scaler.step(optimizer)
         scaler.update()
-        stepped, whole = time.perf_counter(), time.perf_counter() - ended
-        ended = time.perf_counter()
-        timed = step > 1 and not tap.on
-        records.append(
-            TrainedStep(
-                step,
-                result.stepped,
-                result.reason,
-                scale,
-                scaler.get_scale(),
-                result.grad_norm,
-                result.culprit,
-                result.skips_in_a_row,
-                loss.item(),
-                None,
-                whole if timed else None,
-                forward - started if timed else None,
-                backward - forward if timed else None,
-                stepped - backward if timed else None,
-            )
-        )
+        moments.append(time.perf_counter())
+        timed = moments if step > 1 and not tap.on else None
+        records.append(_trained(step, result, scale, scaler.get_scale(), loss.item(), timed))
         if tap.on:
             for name, one in names.items():
                 tap.seen["weight gradient", name].append(gradients[name])
@@ -177,13 +168,38 @@ def training(seed: int = 0, steps: int = STEPS, precision: str = "fp16", lr: flo
             tap.seen.clear()
         ended = time.perf_counter()
     if precision == "fp16":
-        poisoned = torch.full((8, 12), math.inf)
-        diagnosis = fp.diagnose(
-            model, lambda: model(poisoned).float().logsumexp(1).mean(), precision="fp16", policy=policy
-        )
-        records.append(FindingRecord(steps, diagnosis))
-    found.run = collect_training(header, records)
+        records.append(FindingRecord(steps, _poisoned(model, policy)))
+    found.run = collect_training(found.run.header, records)
     return found
+
+
+def _trained(
+    step: int, result: StepResult, scale: float, after: float, loss: float, moments: list[float] | None
+) -> TrainedStep:
+    """The record of a step; ``moments``: it begins, forward begins, backward, step, and it ends."""
+    parts = [later - earlier for earlier, later in pairwise(moments)] if moments else [None] * 4
+    return TrainedStep(
+        step,
+        result.stepped,
+        result.reason,
+        scale,
+        after,
+        result.grad_norm,
+        result.culprit,
+        result.skips_in_a_row,
+        loss,
+        None,
+        moments[-1] - moments[0] if moments else None,
+        *parts[1:],
+    )
+
+
+def _poisoned(model: nn.Module, policy: fp.Policy) -> Diagnosis:
+    """What is found of a batch of inf."""
+    batch = torch.full((8, 12), math.inf)
+    return fp.diagnose(
+        model, lambda: model(batch).float().logsumexp(1).mean(), precision="fp16", policy=policy
+    )
 
 
 def _record(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Page, browser
-from made_up_run import RUN
+from made_up_run import DRIFT, RUN
 from pages import plots
 from recorded import recorded
 
@@ -84,7 +84,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     long = replace(recorded().run.header, model="AVeryLongNameOfAModel" * 4)
     made = {
         "training": render_training(replace(recorded().run, header=long, problems=("a" * 200,))),
-        "comparison": render(RUN),
+        "comparison": render(replace(RUN, drifts=(DRIFT,))),
         "several": render_trainings({"low": recorded().run, "full" * 12: recorded("fp32").run}),
     }
     for name, text in made.items():

@@ -8,11 +8,12 @@ import math
 from dataclasses import replace
 
 import numpy
-from made_up_run import RUN
+from made_up_run import DRIFT, RUN
 from recorded import EVERY, STEPS, recorded
 from rich.console import Console
 from rich.table import Table
 
+from floatplan.records import WeightsRecord
 from floatplan.records.numbers import WHAT_IF
 from floatplan.report.comparison_json import comparison_json
 from floatplan.report.lines import parse_line
@@ -85,10 +86,22 @@ def test_the_json_holds_all_figures_and_all_records() -> None:
 
 
 def test_a_comparison_as_json() -> None:
-    found = json.loads(json.dumps(comparison_json(RUN), allow_nan=False))
+    run = replace(RUN, drifts=(DRIFT,), weights=(WeightsRecord("bf16", 0, 3, (0.5, math.inf)),))
+    found = json.loads(json.dumps(comparison_json(run), allow_nan=False))
     assert [row["row"] for row in found["rows"]] == ["fp32", "bf16", "fp16", "fp16-unscaled"]
     assert found["rows"][-1]["train_loss"]["mean"] == "nan"
     assert math.isclose(found["rows"][1]["test_accuracy"]["mean"], 0.981)
-    assert len(found["records"]) == 1 + len(
-        [*RUN.steps, *RUN.epochs, *RUN.results, *RUN.failures, *RUN.explanations, *RUN.choices]
-    )
+    assert [repr(parse_line(json.dumps(record))) for record in found["records"]] == [
+        repr(one)
+        for one in (
+            run.header,
+            *run.steps,
+            *run.epochs,
+            *run.results,
+            *run.failures,
+            *run.explanations,
+            *run.choices,
+            *run.drifts,
+            *run.weights,
+        )
+    ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import floatplan as fp
 from floatplan.errors import ScalingError
+from floatplan.report.runfile import read_run
 
 optimizers = sys.modules["torch.optim.optimizer"]
 X, Y = torch.randn(12, 8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
@@ -67,6 +68,7 @@ class Loop:
             accumulate=accumulate,
             clip_norm=clip_norm,
             scaler=scaler,
+            record=options.pop("record", None),
             settings=fp.Settings(**options),
         )
 
@@ -198,3 +200,26 @@ def test_the_limit_is_judged_when_the_next_step_begins(far) -> None:
         with pytest.raises(ScalingError, match="2 steps in a row were skipped"):
             loop.step(X[0])
         assert loop.step(X[0])
+
+
+@pytest.mark.parametrize("kind", ["sgd fused", "adamw fused"])
+def test_a_recording_waits_once_for_all_that_it_counts(far, kind, tmp_path) -> None:
+    never = {"max_consecutive_skips": None}
+    there = Loop("far", kind, record=fp.record(tmp_path / "far", every=4), **never)
+    here = Loop("cpu", kind, record=fp.record(tmp_path / "cpu", every=4), **never)
+    for number, x in enumerate(BATCHES[:8]):
+        here.step(x)
+        if number % 4:
+            there.step(x)
+            continue
+        with waiting_is_fine() as waits:
+            there.step(x)
+        # Counts and largest of small tensors, lost updates; loss, result and next scale of each step since.
+        assert len(waits) <= 3 + 3 * 4
+    with waiting_is_fine():
+        for loop in (there, here):
+            loop.amp._recording.close()
+    runs = [read_run(tmp_path / name) for name in ("far", "cpu")]
+    assert runs[0].numbers == runs[1].numbers
+    assert runs[0].lost == runs[1].lost
+    assert repr([one.loss for one in runs[0].steps]) == repr([one.loss for one in runs[1].steps])

@@ -83,6 +83,11 @@ def test_a_low_row_explains_what_its_loss_gives_the_model() -> None:
     assert {row.module for row in last.explanation.rows} == {"", "left", "right", "head"}
 
 
+def test_a_loss_that_goes_around_the_forward_is_trained_all_the_same() -> None:
+    *_, last = train(job("never_calls_the_model", "bf16", 1, explains=True))
+    assert isinstance(last, ResultRecord)
+
+
 def test_the_first_call_is_seen_without_running_it() -> None:
     task = own_tasks.whole()
     (batch,) = batches_on(CPU, task.data).samples()
@@ -188,6 +193,7 @@ def test_what_only_training_shows_is_refused_there(name: str, message: str) -> N
         ("worse.py:f", "importing worse.py raised SyntaxError"),
         ("needs.py:f", "importing needs.py raised ModuleNotFoundError: No module named 'not_installed'"),
         ("opens.py:f", "importing opens.py raised FileNotFoundError"),
+        ("script.py:f", r"importing script.py raised SystemExit: 3 \(script.py, line 1\)"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named(
@@ -198,6 +204,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     (tmp_path / "bad.py").write_text("x = 1\ny = 1 / 0\n")
     (tmp_path / "worse.py").write_text("def (\n")
     (tmp_path / "needs.py").write_text("import not_installed\n")
+    (tmp_path / "script.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "opens.py").write_text("open('weights.bin')\n")
     with pytest.raises(TaskError, match=message):
         recipe_named(name).prepare(Ingredients(CPU))

@@ -52,6 +52,7 @@ class Bundle:
         training: names of the modules that were in training mode.
         precision: "bf16", "fp16" or "fp32", or the text of a plan.
         scale: the loss scale.
+        slow_kernels: whether operators ran in the low format also where that is slow.
         random_states: as `RandomStates` gives them, before the forward.
         versions: of floatplan, torch and Python.
         device: of the model, as in ``torch.device``.
@@ -69,6 +70,7 @@ class Bundle:
     training: frozenset[str]
     precision: str
     scale: float
+    slow_kernels: bool
     random_states: dict[str, Any]
     versions: dict[str, str]
     device: str
@@ -79,7 +81,7 @@ class Bundle:
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers of a model by name, also those that no ``state_dict`` has."""
     named = (model.named_parameters, model.named_buffers)
-    return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+    return {name: tensor.detach() for each in named for name, tensor in each(remove_duplicate=False)}
 
 
 def versions() -> dict[str, str]:
@@ -106,6 +108,7 @@ def write_bundle(
     state: Mapping[str, Tensor] | None = None,
     random_states: Mapping[str, Any] | None = None,
     scale: float = 1.0,
+    slow_kernels: bool = False,
     diagnosis: Diagnosis | None = None,
 ) -> tuple[Gap, ...]:
     """Write a bundle to a folder that is not there yet; it gets its name when all of it is on the disk.
@@ -122,6 +125,7 @@ def write_bundle(
         state: parameters and buffers by name as they were before the step; those of now by default.
         random_states: what `RandomStates.state_dict` gave before the step; those of now by default.
         scale: the loss scale of the step.
+        slow_kernels: as of the policy (`floatplan.Policy`) of the step.
         diagnosis: what was found.
 
     Returns:
@@ -132,18 +136,20 @@ def write_bundle(
     """
     packer = Packer()
     args, kwargs = inputs
+    kept = state_of(model) if state is None else state
     parts = {
         "args": tuple(args),
         "kwargs": dict(kwargs),
         "batch": batch,
         "targets": targets,
         "output_gradients": output_gradients,
-        "state": dict(state_of(model) if state is None else state),
+        "state": {name: one.detach() for name, one in kept.items()},
         "random_states": dict(RandomStates().state_dict() if random_states is None else random_states),
         "training": sorted(name for name, module in model.named_modules() if module.training),
         "model": type(model).__name__,
         "precision": precision,
         "scale": float(scale),
+        "slow_kernels": slow_kernels,
         "versions": versions(),
         "device": str(next((tensor.device for tensor in model.parameters()), torch.device("cpu"))),
         "diagnosis": None if diagnosis is None else diagnosis.as_dict(),
@@ -265,11 +271,9 @@ def _bundle(content: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
     for name, kind in _KINDS.items():
         if not isinstance(parts[name], kind):
             raise TypeError(f"{name} is a {type(parts[name]).__name__}")
-    for name, tensor in parts["state"].items():
+    for name in parts["state"]:
         if not isinstance(name, str):
             raise TypeError(f"the name {name!r} in state")
-        if isinstance(tensor, Tensor):
-            tensor.requires_grad_(False)
     diagnosis = parts["diagnosis"]
     return Bundle(
         **{
@@ -292,6 +296,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "model": str,
     "precision": str,
     "scale": float,
+    "slow_kernels": bool,
     "versions": dict,
     "device": str,
     "diagnosis": (dict, type(None)),

@@ -42,6 +42,9 @@ def compare(
         Path | None, typer.Option(help="Folder of data that does not ship with a package.")
     ] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch such data into its folder.")] = False,
+    no_drift: Annotated[
+        bool, typer.Option("--no-drift", help="Do not compare low rows with float32, module by module.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")] = False,
 ) -> None:
     """Train in float32, bf16 and fp16, and compare time, memory, loss and accuracy."""
@@ -59,6 +62,7 @@ def compare(
             batch_size=batch_size,
             device=device,
             data=DataSource(data, download),
+            drifts=not no_drift,
         )
     )
     folder = out or Path("runs") / f"{_in_a_path(plan.recipe.name)}-{datetime.now():%Y%m%d-%H%M%S}"

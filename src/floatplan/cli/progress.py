@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from floatplan.cli.console import print_lines
-from floatplan.records import EpochRecord, FailureRecord, RunRecord, StepRecord
+from floatplan.records import DriftRecord, EpochRecord, FailureRecord, RunRecord, StepRecord, WeightsRecord
 
 
 class View(Protocol):
@@ -88,7 +88,10 @@ class LiveBars:
         """Move the bar, or leave a line above it."""
         if not isinstance(record, StepRecord):
             self._lines.show(record)
-            if not isinstance(record, EpochRecord):
+            if isinstance(record, DriftRecord):
+                text = f"beside float32 at step {record.step:,}"
+                self._progress.update(self._bar, description=f"{record.row} seed {record.seed}", text=text)
+            elif not isinstance(record, (EpochRecord, WeightsRecord)):
                 self._progress.update(self._bar, description="starting", completed=0, text="")
             return
         now = time.monotonic()

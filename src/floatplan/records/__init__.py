@@ -6,6 +6,7 @@ from floatplan.records.explanation import ExplainedGroup, ExplainedOperator, Exp
 from floatplan.records.numbers import Numbers
 from floatplan.records.run import (
     ChoiceRecord,
+    DriftRecord,
     EpochRecord,
     ExplanationRecord,
     FailureRecord,
@@ -13,6 +14,7 @@ from floatplan.records.run import (
     RunHeader,
     RunRecord,
     StepRecord,
+    WeightsRecord,
 )
 from floatplan.records.step import KnownStep, StepEvidence, StepFacts, StepResult
 from floatplan.records.training import (
@@ -33,6 +35,7 @@ __all__ = [
     "Choice",
     "ChoiceRecord",
     "Diagnosis",
+    "DriftRecord",
     "EpochRecord",
     "ExplainedGroup",
     "ExplainedOperator",
@@ -57,6 +60,7 @@ __all__ = [
     "TrainedStep",
     "TrainingHeader",
     "TrainingRecord",
+    "WeightsRecord",
     "module_label",
     "scale_history",
 ]

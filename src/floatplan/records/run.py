@@ -129,6 +129,67 @@ class ChoiceRecord:
     choice: Choice
 
 
+@dataclass(frozen=True, slots=True)
+class DriftRecord:
+    """One step of a row beside the same step in float32, from the same weights.
+
+    Distances are |low - float32| / |float32| in the Euclidean norm; inf where only the low one is not finite.
+
+    Attributes:
+        row: name of the row.
+        seed: its seed.
+        step: from 1 over the whole training.
+        format: the row's number format.
+        module: that computed the first result which is farther from float32 than its roundings explain; else
+            the one which is nearest to that. "" is the model itself.
+        op: the operator within it, if one is too far and can be told.
+        distance: of that result.
+        explained: what the roundings up to there explain.
+        output: distance of the last result of the forward.
+        output_explained: what is explained of it.
+        gradients: distance of all gradients together.
+        unjudged: why nothing could be told; "" if something could.
+    """
+
+    row: str
+    seed: int
+    step: int
+    format: str
+    module: str
+    op: str
+    distance: float
+    explained: float
+    output: float
+    output_explained: float
+    gradients: float
+    unjudged: str = ""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether something is farther from float32 than explained."""
+        return self.distance > self.explained
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRecord:
+    """Some of a row's weights at the end of an epoch, after ``step`` steps: the same places in each row.
+
+    Their distance from float32's, |low - float32| / |float32|, is that of all weights, nearly.
+    """
+
+    row: str
+    seed: int
+    step: int
+    sample: tuple[float, ...]
+
+
 RunRecord: TypeAlias = (
-    StepRecord | EpochRecord | ResultRecord | FailureRecord | ExplanationRecord | ChoiceRecord
+    StepRecord
+    | EpochRecord
+    | ResultRecord
+    | FailureRecord
+    | ExplanationRecord
+    | ChoiceRecord
+    | DriftRecord
+    | WeightsRecord
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from floatplan.records.diagnosis import Diagnosis
+
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
@@ -26,6 +28,10 @@ class StepEvidence(Protocol):
     def value(self) -> Any:
         """What the optimizer's ``step`` returned; None if it was not called."""
 
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Why it was refused, if that was looked for; known when the facts are."""
+
     def facts(self) -> StepFacts:
         """The facts of the step; the same answer each time."""
 
@@ -40,6 +46,7 @@ class KnownStep:
     known: StepFacts
     scale_after: float | None = None
     value: Any = None
+    diagnosis: Diagnosis | None = None
 
     def facts(self) -> StepFacts:
         """The facts of the step."""
@@ -119,6 +126,12 @@ class StepResult:
         """What the optimizer's ``step`` returned; None when it was not called."""
         return self._evidence.value
 
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Why the step was refused, where an `Amp` looked for it: see ``Settings(diagnose=...)``."""
+        self._evidence.facts()
+        return self._evidence.diagnosis
+
     def __bool__(self) -> bool:
         return self.stepped
 
@@ -134,10 +147,11 @@ class StepResult:
             "skips_in_a_row",
             "value",
         )
-        return "StepResult(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in names) + ")"
+        found = () if self.diagnosis is None else ("diagnosis",)
+        return "StepResult(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *found)) + ")"
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[KnownStep]]:
-        return StepResult, (KnownStep(self._evidence.facts(), self.next_scale, self.value),)
+        return StepResult, (KnownStep(self._evidence.facts(), self.next_scale, self.value, self.diagnosis),)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"StepResult cannot be changed: {name} tells of a step that is over")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from floatplan.report.lines import Line, text_of
@@ -20,14 +20,7 @@ def comparison_json(run: Run) -> dict[str, Any]:
         "notes": list(notes(run)),
         "problems": list(run.problems),
     }
-    records: tuple[Line, ...] = (
-        run.header,
-        *run.steps,
-        *run.epochs,
-        *run.results,
-        *run.failures,
-        *run.explanations,
-        *run.choices,
-    )
+    kinds = (getattr(run, field.name) for field in fields(run) if field.name not in ("header", "problems"))
+    records: tuple[Line, ...] = (run.header, *(record for kind in kinds for record in kind))
     safe: dict[str, Any] = json_safe(derived)
     return {**safe, "records": [json.loads(text_of(record)) for record in records]}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from floatplan.errors import FloatplanError, RunFolderError
 from floatplan.report.choice import choice_part
+from floatplan.report.drift import drift_part
 from floatplan.report.explanation import explanation_part
 from floatplan.report.numbers import COLUMNS, table_row
 from floatplan.report.page import SCRIPT, STYLE
@@ -68,6 +69,7 @@ def render(run: Run) -> str:
     ]
     after = [
         _choices(run),
+        drift_part(run),
         _explanations(run),
         "<h2>Machine and versions</h2>",
         facts_part([("started", header.started), *header.machine.items(), *header.versions.items()]),

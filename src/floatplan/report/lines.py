@@ -18,6 +18,7 @@ from floatplan.records import (
     Choice,
     ChoiceRecord,
     Diagnosis,
+    DriftRecord,
     EpochRecord,
     Explanation,
     ExplanationRecord,
@@ -33,6 +34,7 @@ from floatplan.records import (
     TrainedStep,
     TrainingHeader,
     TrainingRecord,
+    WeightsRecord,
 )
 from floatplan.records.numbers import boundaries
 
@@ -47,6 +49,8 @@ _KINDS: dict[str, type[Line]] = {
     "failure": FailureRecord,
     "explanation": ExplanationRecord,
     "choice": ChoiceRecord,
+    "drift": DriftRecord,
+    "weights": WeightsRecord,
     "training": TrainingHeader,
     "trained": TrainedStep,
     "numbers": NumbersRecord,
@@ -104,7 +108,8 @@ def parse_line(line: str) -> Line:
         values["diagnosis"] = _diagnosis(values["diagnosis"])
     for name, value in values.items():
         if isinstance(value, list):
-            values[name] = tuple(value)
+            # Numbers that are not finite are texts, also in here.
+            values[name] = tuple(map(float, value) if "tuple[float" in known[name] else value)
         elif isinstance(value, str) and "float" in known[name]:
             values[name] = float(value)
     return record_type(**values)
@@ -132,4 +137,6 @@ def _json_safe(value: Any) -> Any:
         return str(value)
     if isinstance(value, dict):
         return {key: _json_safe(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_json_safe(inner) for inner in value]
     return value

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from floatplan.records import StepRecord
+from floatplan.report.drift import drift_traces, weight_traces
 from floatplan.report.numbers import memory, percent, significant
 from floatplan.report.runfile import Run
 from floatplan.report.summary import RowSummary, Spread, summarise
@@ -100,7 +101,7 @@ def figures(run: Run) -> tuple[Figure, ...]:
                 " %",
             )
         )
-    return tuple(found)
+    return (*found, *drift_figures(run, colours))
 
 
 def loss_curves(run: Run, colours: dict[str, str]) -> Figure:
@@ -129,7 +130,10 @@ def loss_curves(run: Run, colours: dict[str, str]) -> Figure:
             else "Lines that lie on each other train alike."
         ),
         traces,
-        {"xaxis": {"title": {"text": "step"}}, "yaxis": {"type": "log", "title": {"text": "loss"}}},
+        {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {**log_axis(traces, "y"), "title": {"text": "loss"}},
+        },
         wide=True,
     )
 
@@ -176,6 +180,29 @@ def scale_history(run: Run, colours: dict[str, str]) -> Figure:
         },
         wide=True,
     )
+
+
+def drift_figures(run: Run, colours: dict[str, str]) -> list[Figure]:
+    """Distance from float32 per low-precision row: on the same weights, and of the weights themselves."""
+    step = drift_traces(run, colours)
+    weights = weight_traces(run, colours)
+    found = []
+    if step:
+        caption = "The last result of the forward, from the same weights; dotted: what roundings explain."
+        found.append(Figure("drift", "Distance from float32", caption, step, _distances(step), wide=True))
+    if weights:
+        caption = "How far the weights are from those of the fp32 row, which saw the same batches."
+        found.append(
+            Figure("weights", "Distance of the weights", caption, weights, _distances(weights), wide=True)
+        )
+    return found
+
+
+def _distances(traces: list[Json]) -> Json:
+    return {
+        "xaxis": {**log_axis(traces, "x"), "title": {"text": "step"}},
+        "yaxis": {**log_axis(traces, "y"), "title": {"text": "|low - fp32| / |fp32|"}},
+    }
 
 
 def _marks(skipped: list[StepRecord], name: str, colour: str) -> Json:
@@ -227,6 +254,19 @@ def _bars(
         "yaxis": {"ticksuffix": suffix, "rangemode": "tozero"},
     }
     return Figure(name, title, caption, [trace], layout)
+
+
+def log_axis(traces: list[Json], axis: str) -> Json:
+    """A logarithmic axis for the traces; a short one has ticks at 1, 2 and 5 times powers of ten.
+
+    Those that plotly.js gives a short one overlap, and are too small to read.
+    """
+    drawn = [value for trace in traces for value in trace[axis] if value and value > 0]
+    if not drawn or max(drawn) > 1000 * min(drawn):
+        return {"type": "log"}
+    least, most = (math.floor(math.log10(one)) for one in (min(drawn), max(drawn)))
+    ticks = [digit * 10.0**power for power in range(least, most + 1) for digit in (1, 2, 5)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:.3g}" for tick in ticks]}
 
 
 def ink_on(colour: str) -> str:

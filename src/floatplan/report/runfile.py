@@ -12,6 +12,7 @@ from floatplan.errors import RunFolderError
 from floatplan.records import (
     CastsRecord,
     ChoiceRecord,
+    DriftRecord,
     EpochRecord,
     ExplanationRecord,
     FailureRecord,
@@ -24,6 +25,7 @@ from floatplan.records import (
     TrainedStep,
     TrainingHeader,
     TrainingRecord,
+    WeightsRecord,
 )
 from floatplan.report.lines import SCHEMA, Line, parse_line, text_of
 
@@ -46,6 +48,8 @@ class Run:
     failures: tuple[FailureRecord, ...] = ()
     explanations: tuple[ExplanationRecord, ...] = ()
     choices: tuple[ChoiceRecord, ...] = ()
+    drifts: tuple[DriftRecord, ...] = ()
+    weights: tuple[WeightsRecord, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -193,6 +197,8 @@ def collect(header: RunHeader, records: Iterable[Line], problems: tuple[str, ...
         tuple(record for record in records if isinstance(record, FailureRecord)),
         tuple(record for record in records if isinstance(record, ExplanationRecord)),
         tuple(record for record in records if isinstance(record, ChoiceRecord)),
+        tuple(record for record in records if isinstance(record, DriftRecord)),
+        tuple(record for record in records if isinstance(record, WeightsRecord)),
         problems,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from floatplan.records import ResultRecord
+from floatplan.report.drift import drift_notes
 from floatplan.report.runfile import Run
 
 BASELINE = "fp32"
@@ -102,13 +103,14 @@ def _summary(row: str, results: list[ResultRecord], baseline: dict[int, ResultRe
 
 
 def notes(run: Run) -> tuple[str, ...]:
-    """What a reader must know beside the numbers: notes of the rows, then trainings that failed."""
+    """What a reader must know beside the numbers: notes of the rows, where they leave float32,
+    then trainings that failed."""
     said = [f"{summary.row}: {note}" for summary in summarise(run) for note in summary.notes]
     said += _disturbed(run)
     failed = [
         f"{failure.row} (seed {failure.seed}) did not finish: {failure.message}" for failure in run.failures
     ]
-    return (*said, *failed)
+    return (*said, *drift_notes(run), *failed)
 
 
 def _disturbed(run: Run) -> list[str]:

@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from floatplan.records import ScaleEvent, TrainedStep, scale_history
 from floatplan.report.numbers import count
-from floatplan.report.plots import COLOURS, DASHES, MOST_POINTS, Figure, Json
+from floatplan.report.plots import COLOURS, DASHES, MOST_POINTS, Figure, Json, log_axis
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.timeline import PARTS, by_optimizer, seconds_of, stretches, thinned
 
@@ -227,18 +227,8 @@ def _octaves(lines: Lines) -> float:
 def _axes(name: str, traces: list[Json], *, log: bool) -> Json:
     yaxis: Json = {"title": {"text": name}}
     if log:
-        drawn = [y for trace in traces for y in trace["y"] if y]
-        yaxis |= {"type": "log", **_ticks(drawn)}
+        yaxis |= log_axis(traces, "y")
     return {"xaxis": {"title": {"text": "step"}}, "yaxis": yaxis}
-
-
-def _ticks(drawn: list[float]) -> Json:
-    """1, 2 and 5 times powers of ten on a short logarithmic axis, whose usual ticks would overlap."""
-    if not drawn or max(drawn) > 1000 * min(drawn):
-        return {}
-    least, most = (math.floor(math.log10(one)) for one in (min(drawn), max(drawn)))
-    ticks = [digit * 10.0**power for power in range(least, most + 1) for digit in (1, 2, 5)]
-    return {"tickvals": ticks, "ticktext": [f"{tick:.3g}" for tick in ticks]}
 
 
 def _number(number: int, word: str, plural: str = "s") -> str:

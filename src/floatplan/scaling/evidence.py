@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from floatplan.records import StepFacts
+from floatplan.records import Diagnosis, StepFacts
 from floatplan.scaling.gradients import ParameterNames, is_useless, name_at, widest
 from floatplan.scaling.measure import Measured, Part, Total, total_norm
 
@@ -74,6 +74,7 @@ class Evidence:
         prefix: of the reason.
         shared: other ranks had a say in ``found_inf``.
         when_read: called once, when the facts are known to the host.
+        diagnosis: why the step was refused, if that was looked for.
     """
 
     found_inf: bool | torch.Tensor
@@ -92,6 +93,7 @@ class Evidence:
     prefix: str = ""
     shared: bool = False
     when_read: Callable[[], None] | None = field(default=None, repr=False)
+    diagnosis: Diagnosis | None = None
     _facts: StepFacts | None = field(default=None, repr=False)
 
     def facts(self) -> StepFacts:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from floatplan.errors import ScalingError
-from floatplan.records import StepResult
+from floatplan.records import Diagnosis, StepResult
 from floatplan.scaling.evidence import Evidence
 from floatplan.step import notes
 from floatplan.step.outcome import Outcome
@@ -20,6 +20,7 @@ class _Waiting(NamedTuple):
     outcome: Outcome
     schedulers: tuple[Any, ...]
     averages: bool
+    tell: Callable[[bool], None] | None
 
 
 class Afterwards:
@@ -36,10 +37,15 @@ class Afterwards:
         # As they are now: FSDP2 puts others in their place for a time.
         self._averaged = list(model.parameters())
         self._waiting: list[_Waiting] = []
+        self._found: Diagnosis | None = None
         self._refused: list[StepResult] = []
 
     def add(
-        self, evidence: Evidence, schedulers: tuple[Any, ...], parameters: Iterable[Tensor]
+        self,
+        evidence: Evidence,
+        schedulers: tuple[Any, ...],
+        parameters: Iterable[Tensor],
+        tell: Callable[[bool], None] | None = None,
     ) -> StepResult:
         """A step is over.
 
@@ -50,6 +56,7 @@ class Afterwards:
             evidence: of the step.
             schedulers: to be moved if it was taken.
             parameters: that it stepped; only those of the model move the average.
+            tell: called with whether it was refused when that is known, if it is waited for.
 
         Raises:
             ScalingError: too many in a row were skipped.
@@ -61,7 +68,7 @@ class Afterwards:
         outcome = Outcome(evidence.found_inf)
         if not (outcome.is_known or averages or schedulers) and self.settings.max_consecutive_skips is None:
             return result
-        self._waiting.append(_Waiting(result, outcome, schedulers, averages))
+        self._waiting.append(_Waiting(result, outcome, schedulers, averages, tell))
         if outcome.is_known or averages:
             self.settle_and_judge()
         else:
@@ -76,7 +83,10 @@ class Afterwards:
         """Move schedulers and the averaged model; waits for the device."""
         while self._waiting:
             waiting = self._waiting.pop(0)
-            if waiting.outcome.refused():
+            refused = waiting.outcome.refused()
+            if waiting.tell is not None:
+                waiting.tell(refused)
+            if refused:
                 self._refused.append(waiting.result)
                 continue
             try:
@@ -97,6 +107,8 @@ class Afterwards:
             self._judge(self._refused.pop(0))
 
     def _judge(self, result: StepResult) -> None:
+        if result.diagnosis is not None or result.skips_in_a_row == 1:
+            self._found = result.diagnosis  # of this row
         limit, on_skips = self.settings.max_consecutive_skips, self.settings.on_skips
         if limit is None or result.skips_in_a_row < limit:
             return
@@ -106,10 +118,11 @@ class Afterwards:
             on_skips(result)
             return
         culprit = "" if result.culprit is None else f" (first in the backward: {result.culprit})"
+        found = "" if self._found is None else f" Found: {self._found.sentences()[0]}"
         where = "" if result.scale == 1.0 else f", at scale {result.scale:g}"
         message = (
             f"{result.skips_in_a_row} steps in a row were skipped: {result.reason}{culprit}{where}. No "
-            f"weight has changed. {self._advice}"
+            f"weight has changed.{found} {self._advice}"
         )
         if on_skips == "raise":
             raise ScalingError(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from floatplan.step import notes
 from floatplan.step.afterwards import Afterwards
 from floatplan.step.closure import check_fresh, step_with_closure
 from floatplan.step.forwards import Forwards
-from floatplan.step.listener import Listener
+from floatplan.step.listener import Examiner, Listener
 from floatplan.step.optimize import step_all
 from floatplan.step.penalties import Penalties
 from floatplan.step.window import Window
@@ -34,6 +35,7 @@ class Ends:
         is_stepping: whether an optimizer's step is this Amp's.
         penalties: gradients that losses were made of.
         listener: told of everything; or None.
+        examiner: finds out why steps are refused; or None.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Ends:
         self.is_stepping = False
         self.penalties = Penalties()
         self.listener: Listener | None = None
+        self.examiner: Examiner | None = None
 
     # --- Micro-batches --------------------------------------------------------------------------------
 
@@ -60,6 +63,8 @@ class Ends:
 
     def timed_backward(self, loss: Tensor) -> AbstractContextManager[Any]:
         """The backward of ``loss`` runs in this context."""
+        if self.examiner is not None:
+            self.examiner.loss_is(loss)
         return nullcontext() if self.listener is None else self.listener.backward_of(loss)
 
     def undo(self, window: Window) -> None:
@@ -134,24 +139,40 @@ class Ends:
         """A step is over."""
         evidence.scale_after = window.next_scale()
         self._forwards.settle(evidence.found_inf, self._windows.others_wait(window))
-        if self.listener is None:
-            self._clear(window)
-            return self._afterwards.add(evidence, schedulers, window.parameters())
         refused, micro_batches = evidence.found_inf is True, window.counted + window.dropped
-        if not refused:
+        if self.listener is not None and not refused:
             self.listener.stepped()
         self._clear(window)
-        self.listener.step_ended(
-            StepResult(evidence),
-            refused=refused,
-            micro_batches=micro_batches,
-            optimizer=self._windows.place_of(window),
-            optimizers=self._windows.in_turn(),
-        )
-        return self._afterwards.add(evidence, schedulers, window.parameters())
+        if self.listener is not None:
+            self.listener.step_ended(
+                StepResult(evidence),
+                refused=refused,
+                micro_batches=micro_batches,
+                optimizer=self._windows.place_of(window),
+                optimizers=self._windows.in_turn(),
+            )
+        if self.examiner is not None:
+            self.examiner.step_over()
+        if isinstance(evidence.found_inf, bool):
+            self._outcome_is(evidence, evidence.found_inf)
+            return self._afterwards.add(evidence, schedulers, window.parameters())
+        tell = partial(self._outcome_is, evidence)
+        return self._afterwards.add(evidence, schedulers, window.parameters(), tell)
+
+    def _outcome_is(self, evidence: Evidence, refused: bool) -> None:
+        """It is known whether a step was refused."""
+        if self.examiner is None:
+            return
+        if not refused:
+            self.examiner.stepped()
+            return
+        with self._forwards.unheard():
+            evidence.diagnosis = self.examiner.refused(StepResult(evidence))
+        if evidence.diagnosis is not None and self.listener is not None:
+            self.listener.found(evidence.diagnosis)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "listener": None}  # which listens to one Amp, and to no copy
+        return {**self.__dict__, "listener": None, "examiner": None}  # of one Amp, and of no copy
 
     def _clear(self, window: Window) -> None:
         window.clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from floatplan.step.listener import Listener
+from floatplan.step.listener import RegionListener
 from floatplan.step.rollback import Statistics
 
 
@@ -23,7 +24,7 @@ class Forwards:
 
     Attributes:
         were_in_region: whether any forward ran in the region.
-        listener: told of regions; or None.
+        listeners: told of regions.
     """
 
     def __init__(self, models: Iterable[nn.Module], buffers: Iterable[str], drops: bool) -> None:
@@ -35,7 +36,7 @@ class Forwards:
         self._regions = 0
         self._was_loaded = False
         self.were_in_region = False
-        self.listener: Listener | None = None
+        self.listeners: tuple[RegionListener, ...] = ()
         self._watch_loads()
 
     def __len__(self) -> int:
@@ -47,8 +48,9 @@ class Forwards:
         self.were_in_region = True
         self._was_loaded = False
         self._regions += 1
-        if self.listener is not None:
-            self.listener.forward_begins()
+        if self.listeners and not torch.compiler.is_compiling():
+            for listener in self.listeners:
+                listener.forward_begins()
         if not self._has_any:
             return
         for kept in (self._kept, self._of_micro_batch):
@@ -58,8 +60,18 @@ class Forwards:
     def leave(self) -> None:
         """The region is left."""
         self._regions -= 1
-        if self.listener is not None:
-            self.listener.forward_ends()
+        if self.listeners and not torch.compiler.is_compiling():
+            for listener in self.listeners:
+                listener.forward_ends()
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Nobody is told of regions in this context."""
+        listeners, self.listeners = self.listeners, ()
+        try:
+            yield
+        finally:
+            self.listeners = listeners
 
     def end_micro_batch(self, is_dropped: bool) -> None:
         """Its statistics stay, or are put back."""
@@ -150,7 +162,7 @@ class Forwards:
         self._was_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "listener": None}
+        return {**self.__dict__, "listeners": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from floatplan.records import StepResult
+from floatplan.records import Diagnosis, StepResult
 
 
 class Listener(Protocol):
@@ -55,3 +55,32 @@ class Listener(Protocol):
 
     def step_thrown_away(self) -> None:
         """What there was of a step will not be one."""
+
+    def found(self, diagnosis: Diagnosis) -> None:
+        """Why the last step was refused."""
+
+
+class RegionListener(Protocol):
+    """Somebody who is told of regions alone."""
+
+    def forward_begins(self) -> None:
+        """A region is entered."""
+
+    def forward_ends(self) -> None:
+        """It is left."""
+
+
+class Examiner(RegionListener, Protocol):
+    """Who finds out why steps are refused."""
+
+    def loss_is(self, loss: Tensor) -> None:
+        """A backward of ``loss``, not scaled, is about to run."""
+
+    def step_over(self) -> None:
+        """A step has ended; its outcome may not be known yet."""
+
+    def stepped(self) -> None:
+        """A step was taken."""
+
+    def refused(self, result: StepResult) -> Diagnosis | None:
+        """A step was refused: what was found, if this was the time to look."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from floatplan.errors import StepError
 from floatplan.policy import Policy
 from floatplan.records import StepResult
@@ -43,6 +45,10 @@ class Settings:
         channels_last: give weights of 2-d and 3-d convolutions the layout channels_last, in place, for
             faster kernels; values, shapes and names stay, in every ``state_dict`` too.
         device_type: where the models run; by default that of their parameters.
+        diagnose: whether an Amp looks again at what was refused, and says why in ``StepResult.diagnosis``,
+            the log and the recording: at what it keeps of the last forward, or, given a function that returns
+            the loss, not scaled, at the whole step. The function calls no backward and needs no region.
+        diagnose_after: skips in a row after which it looks; at a loss that is not finite, it looks at once.
         costs: folder in which "auto" keeps what operators cost; by default the user's folder for caches.
 
     Raises:
@@ -66,6 +72,8 @@ class Settings:
     float32_outputs: bool = False
     channels_last: bool = False
     device_type: str | None = None
+    diagnose: bool | Callable[[], Tensor] = True
+    diagnose_after: int = 5
     costs: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +95,14 @@ class Settings:
         self._check(
             self.costs is None or isinstance(self.costs, str | os.PathLike), "costs", "the path of a folder"
         )
+        self._check(
+            isinstance(self.diagnose, bool) or callable(self.diagnose),
+            "diagnose",
+            "True, False or a function that returns the loss",
+        )
+        after: object = self.diagnose_after
+        fits = isinstance(after, int) and not isinstance(after, bool) and after > 0
+        self._check(fits, "diagnose_after", "a count of at least 1")
         self._check(isinstance(self.channels_last, bool), "channels_last", "True or False")
         buffers: object = self.buffers
         self._check(

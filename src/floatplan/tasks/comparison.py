@@ -25,7 +25,10 @@ LARGEST_SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class Request:
-    """A comparison as it was asked for: names and numbers, nothing checked. ``None`` is the task's own."""
+    """A comparison as it was asked for: names and numbers, nothing checked. ``None`` is the task's own.
+
+    ``drifts``: tell how far low rows of the first seed are from float32.
+    """
 
     task: str
     rows: tuple[str, ...]
@@ -34,6 +37,7 @@ class Request:
     batch_size: int | None = None
     device: str = "cpu"
     data: DataSource = field(default_factory=DataSource)
+    drifts: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Comparison:
         data: where data may be read from.
         examples_per_step: in the first batch.
         steps_per_epoch: None where only going through the data tells.
+        drifts: tell how far low rows of the first seed are from float32.
     """
 
     recipe: Recipe
@@ -61,6 +66,7 @@ class Comparison:
     data: DataSource
     examples_per_step: int
     steps_per_epoch: int | None
+    drifts: bool = True
 
     def jobs(self) -> tuple[Job, ...]:
         """One training per seed and row; all rows of a seed in a row, so that drift hits each alike."""
@@ -74,6 +80,7 @@ class Comparison:
                 str(self.device),
                 self.data,
                 explains=seed == self.seeds[0],
+                drifts=self.drifts and seed == self.seeds[0],
             )
             for seed in self.seeds
             for row in self.rows
@@ -139,6 +146,7 @@ def plan_comparison(request: Request) -> Comparison:
         request.data,
         examples_in(batch),
         number_of(task.data),
+        request.drifts,
     )
 
 

@@ -48,7 +48,7 @@ class FunctionRecipe:
         def make() -> Task:
             try:
                 made = function()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise TaskError(f"{self.name} raised {what_was_raised(error)}") from error
             return _checked(self.name, made)
 
@@ -71,7 +71,7 @@ class FunctionRecipe:
         for part in attribute.split("."):
             owner, found = found, getattr(found, part, None)
             if found is None:
-                known = [name for name, value in vars(owner).items() if callable(value)]
+                known = [name for name in dir(owner) if callable(getattr(owner, name, None))]
                 raise TaskError(f"{place} has no function {attribute!r}{nearest(part, known)}")
         if not callable(found):
             raise TaskError(
@@ -100,7 +100,7 @@ def _imported(place: str, name: str) -> ModuleType:
         if Path(place).exists():
             raise TaskError(f"--task {name!r}: importing {place} raised {what_was_raised(error)}") from error
         raise TaskError(f"--task {name!r}: there is no file {place}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"--task {name!r}: importing {place} raised {what_was_raised(error)}") from error
 
 

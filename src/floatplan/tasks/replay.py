@@ -103,7 +103,8 @@ def replay(bundle: Bundle, task: Task, *, precision: str | None = None, device: 
                 precision=_precision(precision or bundle.precision),
                 inputs=inputs,
                 targets=moved(bundle.targets, device),
-                policy=Policy.unified(slow_kernels=True) if elsewhere else "unified",
+                policy=Policy.unified(slow_kernels=elsewhere or bundle.slow_kernels),
+                scale=bundle.scale,
             )
         except (StepError, BundleError):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from floatplan.records import (
     RunRecord,
     StepRecord,
     StepResult,
+    WeightsRecord,
 )
 from floatplan.tasks.batches import (
     Batches,
@@ -36,10 +38,13 @@ from floatplan.tasks.memory import meter_for
 from floatplan.tasks.registry import recipe_named
 from floatplan.tasks.rows import Row, Scaler, make_amp, make_scaler, notes_on, region, row_named
 from floatplan.tasks.task import DataSource, Ingredients, Task, constant
+from floatplan.tasks.weights import sample_of
 from floatplan.tune.measure import hardware_notes
 
 # Records leave the loop this often, so that progress shows within a long epoch; the clock stands meanwhile.
 SECONDS_BETWEEN_RECORDS = 0.5
+LOOKED_AT = frozenset(first * 10**power for power in range(4) for first in (1, 2, 5))
+"""Epochs after which weights are compared, beside the last."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Job:
     """What one process trains. Names and numbers only, so that it travels to another process.
 
     ``batch_size`` of None is the task's own. ``explains``: tell at the end what ran in which precision, where
-    floatplan's regions were in force.
+    floatplan's regions were in force. ``drifts``: tell how far the row is from float32.
     """
 
     task: str
@@ -58,6 +63,7 @@ class Job:
     device: str = "cpu"
     data: DataSource = field(default_factory=DataSource)
     explains: bool = False
+    drifts: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ class _Step:
 def train(job: Job) -> Iterator[RunRecord]:
     """Train and yield a `StepRecord` per step, an `EpochRecord` per epoch, and one `ResultRecord`.
 
-    An `ExplanationRecord` comes last, if the job asks for one.
+    `WeightsRecord`s follow their epochs, an `ExplanationRecord` and `DriftRecord`s come last, if the job asks
+    for them.
 
     Weights, data order and learning rates depend on the task and the seed only, so that they are the same
     in each row: all random states are seeded anew at the start of each epoch.
@@ -121,12 +128,12 @@ def train(job: Job) -> Iterator[RunRecord]:
     warm_up(setup, batches)
     memory.reset()
 
-    steps_in_all = _steps_in_all(job, task)
+    for_rates = steps_in_all(job, task)
     epochs: list[EpochRecord] = []
     steps: list[StepRecord] = []
     for epoch in range(1, job.epochs + 1):
         seed_all(job.seed + epoch * 2**32)
-        clock = _Clock(setup, iter(batches), steps_in_all, not isinstance(batches, Fetched))
+        clock = _Clock(setup, iter(batches), for_rates, not isinstance(batches, Fetched))
         examples, loss_sum = 0, 0.0
         while done := clock.run_for(SECONDS_BETWEEN_RECORDS, len(steps)):
             for step, loss in zip(done, torch.stack([step.loss for step in done]).tolist(), strict=True):
@@ -139,6 +146,8 @@ def train(job: Job) -> Iterator[RunRecord]:
         mean_loss = loss_sum / examples
         epochs.append(EpochRecord(row.name, job.seed, epoch, examples, clock.seconds, mean_loss, accuracy))
         yield epochs[-1]
+        if job.drifts and (epoch == job.epochs or epoch in LOOKED_AT):
+            yield WeightsRecord(row.name, job.seed, len(steps), sample_of(setup.model))
     skipped = sum(not step.stepped for step in steps)
     final_scale = None if setup.scaler is None else setup.scaler.get_scale()
     choice: Choice | None = setup.amp.choice if row.chosen else None
@@ -147,16 +156,32 @@ def train(job: Job) -> Iterator[RunRecord]:
         # What a format costs here says nothing of a training that stays out of it.
         notes = (*(notes if choice.is_low_anywhere else ()), choice.sentences()[0])
     yield _result(epochs, skipped, final_scale, memory.peak(), notes)
-    in_regions = row.format != "fp32" and (choice is None or choice.is_low_anywhere)
-    if job.explains and row.library == "floatplan" and in_regions:
-        # Torch's rows stay clear of floatplan's kernels, which an explanation needs.
+    if row.format != "fp32" and (choice is None or choice.is_low_anywhere):
+        yield from _afterwards(job, setup, batches, len(steps), choice)
+
+
+def _afterwards(
+    job: Job, setup: Setup, batches: Batches, steps: int, choice: Choice | None
+) -> Iterator[RunRecord]:
+    """What a low row is looked at for, once it is trained.
+
+    Torch's rows stay clear of floatplan's kernels until then, and of an explanation, which needs them.
+    """
+    if job.explains and setup.row.library == "floatplan":
         from floatplan.tasks.calls import explain_task
 
-        explanation = explain_task(job.task, task, batches.samples()[0], dtype=row.dtype, grad=True)
-        yield ExplanationRecord(row.name, explanation)
+        batch = batches.samples()[0]
+        # Of a loss that does not call the model there is none, as ``floatplan explain`` says of the task.
+        with suppress(TaskError):
+            explanation = explain_task(job.task, setup.task, batch, dtype=setup.row.dtype, grad=True)
+            yield ExplanationRecord(setup.row.name, explanation)
+    if job.drifts:
+        from floatplan.tasks.drift import follow
+
+        yield from follow(job, steps, choice)
 
 
-def _steps_in_all(job: Job, task: Task) -> int:
+def steps_in_all(job: Job, task: Task) -> int:
     """What the schedule goes over; 0, which is never looked at, where the rate is constant."""
     per_epoch = number_of(task.data)
     if per_epoch is not None:
@@ -167,6 +192,14 @@ def _steps_in_all(job: Job, task: Task) -> int:
             "give it a __len__, or leave the schedule out"
         )
     return 0
+
+
+def set_rates(setup: Setup, done: int, in_all: int) -> None:
+    """The learning rates of the step after ``done`` others; ``in_all`` is 0 where they are constant."""
+    if in_all:
+        factor = setup.task.schedule(done / in_all)
+        for group, peak in zip(setup.optimizer.param_groups, setup.peak_rates, strict=True):
+            group["lr"] = factor * peak
 
 
 def train_step(setup: Setup, batch: Any) -> _Step:
@@ -253,10 +286,7 @@ class _Clock:
                 started = _now(device)
             if batch is _END:
                 break
-            if self._in_all:
-                factor = setup.task.schedule((done + len(steps)) / self._in_all)
-                for group, peak in zip(setup.optimizer.param_groups, setup.peak_rates, strict=True):
-                    group["lr"] = factor * peak
+            set_rates(setup, done + len(steps), self._in_all)
             steps.append(train_step(setup, batch))
         self.seconds += _now(device) - started
         return steps

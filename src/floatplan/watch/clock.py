@@ -13,7 +13,7 @@ Span: TypeAlias = tuple[Moment, Moment]
 
 
 class Clock:
-    """Moments of a device: seconds of the host's for a CPU, else events in its current stream.
+    """Moments of a device: events in its current stream, or, where it has none, seconds of the host's.
 
     Args:
         device: whose work is timed.
@@ -21,14 +21,23 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_events = device.type != "cpu" and _can_be_timed(device)
 
     def now(self) -> Moment:
         """When all work that was given to the device until now will be done. Waits for nothing."""
-        if self._device.type == "cpu":
+        if not self._has_events:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
+
+
+def _can_be_timed(device: torch.device) -> bool:
+    try:
+        torch.Event(device, enable_timing=True).record()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def seconds(spans: Sequence[Span]) -> float:

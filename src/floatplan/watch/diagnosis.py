@@ -14,7 +14,6 @@ from floatplan import _compiler, _torch
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import Plan, autocast, precision_notes
 from floatplan.engine.attach import carries_regions
-from floatplan.engine.full import full_precision
 from floatplan.engine.kernels import ensure_registered
 from floatplan.engine.trees import tensors_in
 from floatplan.engine.watched import watching
@@ -24,6 +23,7 @@ from floatplan.policy import Policy
 from floatplan.records import Diagnosis
 from floatplan.watch.births import Birth, Births, faults, is_number
 from floatplan.watch.causes import Cause
+from floatplan.watch.float32 import no_casts, without_plan
 from floatplan.watch.modules import Modules
 from floatplan.watch.untouched import Buffers, gradients_aside, untouched
 
@@ -42,6 +42,7 @@ def diagnose(
     targets: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     policy: Policy | str = "unified",
+    scale: float | None = None,
 ) -> Diagnosis:
     """Run one step and name the first value that is not finite.
 
@@ -63,6 +64,7 @@ def diagnose(
         targets: what the loss compares with, alike.
         optimizer: whose state is looked at, too.
         policy: of the region, as in `autocast`.
+        scale: by which the loss is multiplied; by default the first of `SCALES` that fits, 1.0 without fp16.
 
     Returns:
         What was found; healthy if loss and gradients are finite, and not all of them zero only in this
@@ -75,17 +77,27 @@ def diagnose(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose(model, closure) takes a torch.nn.Module, got {type(model).__name__}")
-    region, name = _region(model, precision, policy)
-    formats = _formats(model, precision, name)
-    step = _Step(model, closure, inputs, targets, optimizer)
+    region, name = region_of(model, precision, policy)
+    formats = formats_in(model, precision, name)
+    scales = SCALES if "fp16" in formats else (1.0,)
+    if scale is not None:
+        scales = (_checked_scale(scale),)
     with untouched(model):
-        found = step.diagnose(region, name, SCALES if "fp16" in formats else (1.0,))
-    return replace(found, notes=_kept_in_float32(model, formats, policy))
+        step = Step(model, closure, inputs, targets, optimizer)
+        found = step.diagnose(region, name, scales)
+    return replace(found, notes=kept_in_float32(model, formats, policy))
 
 
-def _region(
+def _checked_scale(scale: object) -> float:
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < float("inf"):
+        return float(scale)
+    raise StepError(f"scale must be a number above 0, got {scale!r}")
+
+
+def region_of(
     model: nn.Module, precision: str | torch.dtype | Plan, policy: Policy | str
 ) -> tuple[Callable[[], AbstractContextManager[Any]], str]:
+    """Makes regions of this precision, and its name; of a model that carries a plan, what does nothing."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     if isinstance(precision, Plan):
         return lambda: _applied(precision, model, device), "plan"
@@ -98,11 +110,11 @@ def _region(
             f"precision must be 'bf16', 'fp16', 'fp32', one of those dtypes or a fp.Plan, got {precision!r}"
         ) from error
     if dtype is torch.float32:
-        return lambda: _float32(model), "fp32"
+        return lambda: no_casts(model), "fp32"
     return lambda: autocast(device, dtype, policy=policy), format_of(dtype).name
 
 
-def _formats(model: nn.Module, precision: object, name: str) -> set[str]:
+def formats_in(model: nn.Module, precision: object, name: str) -> set[str]:
     """The formats in which anything runs."""
     if isinstance(precision, Plan):
         return {precision.default, *(rule.precision for rule in precision.rules)}
@@ -112,7 +124,7 @@ def _formats(model: nn.Module, precision: object, name: str) -> set[str]:
     return {name}
 
 
-def _kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) -> tuple[str, ...]:
+def kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) -> tuple[str, ...]:
     """What was not judged in a low format, for want of a fast kernel on this machine."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     known = policy if isinstance(policy, Policy) else None
@@ -124,15 +136,6 @@ def _kept_in_float32(model: nn.Module, formats: set[str], policy: Policy | str) 
     )
 
 
-def _float32(model: nn.Module) -> AbstractContextManager[Any]:
-    """No casts; where there are weights in 16 bits, a region that takes them up."""
-    parameters = list(model.parameters())
-    if any(p.dtype.itemsize < 4 for p in parameters):
-        return full_precision()
-    device = next((p.device.type for p in parameters), "cpu")
-    return autocast(device, torch.bfloat16, enabled=False)
-
-
 @contextmanager
 def _applied(plan: Plan, model: nn.Module, device: str) -> Iterator[None]:
     plan.apply(model, device)
@@ -142,8 +145,8 @@ def _applied(plan: Plan, model: nn.Module, device: str) -> Iterator[None]:
         plan.remove(model)
 
 
-class _Step:
-    """One step, run as often as it takes."""
+class Step:
+    """One step, run as often as it takes. Arguments as of `diagnose`."""
 
     def __init__(
         self,
@@ -261,8 +264,8 @@ class _Step:
         """Whether loss and gradients are finite without any cast."""
         self._prepare()
         try:
-            with _without_plan(self._model), _compiler.uncompiled():
-                with _float32(self._model):
+            with without_plan(self._model), _compiler.uncompiled():
+                with no_casts(self._model):
                     loss = self._closure()
                 with gradients_aside(loss, self._model):
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -310,22 +313,11 @@ def _check(loss: object) -> None:
     )
 
 
-@contextmanager
-def _without_plan(model: nn.Module) -> Iterator[None]:
-    """The model without its regions."""
-    classes = [(m, type(m)) for m in model.modules() if "_floatplan_original" in type(m).__dict__]
-    Plan.remove(model)
-    try:
-        yield
-    finally:
-        for module, cls in classes:
-            object.__setattr__(module, "__class__", cls)
-
-
 # --- What is found --------------------------------------------------------------------------------------
 
 
-def _kind(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
+    """What of a tensor is not finite, in words."""
     tensor = tensor.detach()
     tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     bad = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -333,14 +325,14 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _of_batch(what: str, tensor: Tensor) -> Birth:
-    text = f"{what} of shape {tuple(tensor.shape)} hold {_kind(tensor)}" if not _is_finite(tensor) else ""
+    text = f"{what} of shape {tuple(tensor.shape)} hold {kind_of(tensor)}" if not _is_finite(tensor) else ""
     fix = "look at the data: torch.isfinite(x).all() for each batch, before the step"
     return Birth("input", cause=Cause(text, fix))
 
 
 def _of_state(module: str, name: str, tensor: Tensor, is_of_optimizer: bool = False) -> Birth:
     bad = not _is_finite(tensor)
-    text = f"{name} of shape {tuple(tensor.shape)} holds {_kind(tensor)} before the step" if bad else ""
+    text = f"{name} of shape {tuple(tensor.shape)} holds {kind_of(tensor)} before the step" if bad else ""
     fix = "go back to a checkpoint from before; an fp.Amp lets no step write what is not finite"
     return Birth("weight", module, cause=Cause(text, fix), is_of_optimizer=is_of_optimizer)
 

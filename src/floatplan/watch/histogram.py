@@ -184,13 +184,15 @@ class Histograms(Generic[Key]):
 
     def _read(self) -> Iterator[tuple[Key, Numbers]]:
         for keys, counts, largest in self._small:
-            for key, bins, most in zip(keys, counts.tolist(), largest.tolist(), strict=True):
+            for key, bins, most in zip(keys, counts.cpu().tolist(), largest.cpu().tolist(), strict=True):
                 yield key, Numbers(tuple(bins), most, is_finite=bins[-1] == 0)
         for device in {device for device, _ in self._large}:
             mine = {key: large for (at, key), large in self._large.items() if at == device}
             counts = torch.cat([large.counts for large in mine.values()])
             extremes = torch.stack([torch.stack((large.finite, large.all)) for large in mine.values()])
-            for key, bins, (finite, of_all) in zip(mine, counts.tolist(), extremes.tolist(), strict=True):
+            for key, bins, (finite, of_all) in zip(
+                mine, counts.cpu().tolist(), extremes.cpu().tolist(), strict=True
+            ):
                 is_finite = math.isfinite(of_all)
                 yield key, Numbers(tuple(bins), of_all if is_finite else finite, is_finite=is_finite)
 

@@ -40,17 +40,38 @@ class Buffers:
 def untouched(model: nn.Module) -> Iterator[None]:
     """All that a step of ``model`` writes to is put back; of other gradients see `gradients_aside`.
 
-    Torch's anomaly mode, which raises at the first NaN, is off meanwhile.
+    Meanwhile the model has copies of its buffers: a backward that waits for its turn may have kept them
+    as they are, and would find them changed. (Those of TorchScript, which cannot be replaced, are written
+    back.) Torch's anomaly mode, which raises at the first NaN, is off.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers, random = Buffers(model), RandomStates()
+    buffers = [(held, dict(held)) for held in map(_torch.buffers_of, model.modules())]
+    random = RandomStates()
     states = random.state_dict()
+    copies: dict[int, Tensor] = {}
+    scripted = [
+        (buffer, buffer.clone())
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        for buffer in module.buffers(recurse=False)
+    ]
     try:
+        for held, before in buffers:
+            for name, buffer in before.items():
+                if buffer is not None:
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone()
+                    held[name] = copies[id(buffer)]
         with cache.set_aside(), torch.autograd.set_detect_anomaly(False):
             yield
     finally:
         random.load_state_dict(states)
-        buffers.restore()
+        for held, before in buffers:
+            held.clear()
+            held.update(before)
+        with torch.no_grad():
+            for buffer, was in scripted:
+                buffer.copy_(was)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

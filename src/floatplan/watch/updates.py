@@ -111,7 +111,9 @@ class Updates:
     def records(self, step: int) -> list[LostUpdates]:
         """What `compare` found. Waits for the device."""
         found = []
-        for names, dtype, counts in ((one.names, one.dtype, one.counts.tolist()) for one in self._found):
+        for names, dtype, counts in (
+            (one.names, one.dtype, one.counts.cpu().tolist()) for one in self._found
+        ):
             formats = NARROWER[dtype]
             for name, (count, lost, *lost_in) in zip(names, zip(*counts, strict=True), strict=True):
                 by_format = dict(zip(formats, lost_in, strict=True))
