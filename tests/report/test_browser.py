@@ -70,6 +70,20 @@ TOO_WIDE = """
 """
 
 
+# Lines of plots that leave a part of the page's width empty.
+UNFILLED = """
+(() => {
+  const ends = {};
+  document.querySelectorAll(".figures .card").forEach(card => {
+    const { top, right } = card.getBoundingClientRect();
+    ends[top] = Math.max(ends[top] ?? 0, right);
+  });
+  const edge = document.querySelector(".figures").getBoundingClientRect().right;
+  return Object.values(ends).filter(end => end < edge - 2);
+})()
+"""
+
+
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
     """One browser for all tests of this file; each opens its page anew."""
@@ -135,6 +149,7 @@ def test_it_is_readable_wide_and_narrow_in_light_and_dark(
         page.settle()
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.run(TOO_WIDE) == []
+        assert page.run(UNFILLED) == []
         texts = page.run(TEXTS)
         assert len(texts) > 50
         assert [one for one in texts if one["contrast"] < 4.5] == []

@@ -22,7 +22,7 @@ from floatplan.records.numbers import WHAT_IF, boundaries
 from floatplan.report.heatmap import MOST_FRAMES, MOST_LINES, heat_map, limits
 from floatplan.report.ranges import module_rows
 from floatplan.report.runfile import TrainingRun
-from floatplan.report.training import render_training, side_by_side, write_training_report
+from floatplan.report.training import render_training, write_training_report
 from floatplan.report.training_plots import MOST_STRETCHES, lines_of, step_figures, time_figure
 from floatplan.report.training_tables import MOST_LINES as MOST_ROWS
 from floatplan.report.training_tables import NAMES, risk_part
@@ -351,12 +351,6 @@ def test_problems_of_the_file_and_notes_are_told() -> None:
     own = render_training(replace(recorded().run, problems=("line 7 cannot be read",)))
     assert '<ul class="problems"><li>line 7 cannot be read</li></ul>' in own
     assert '<ul class="notes"><li>the inside of compiled modules is not seen</li></ul>' in own
-
-
-def test_no_plot_stands_beside_an_empty_half() -> None:
-    found = step_figures(lines_of({"": recorded().run}))
-    assert [figure.full for figure in side_by_side(found)] == [False, False, True]
-    assert [figure.full for figure in side_by_side(found[:2])] == [False, False]
 
 
 def test_a_training_without_scaling_has_no_plot_of_it() -> None:

@@ -70,11 +70,11 @@ th button { font: inherit; color: inherit; background: none; border: 0; padding:
 th[aria-sort=ascending] button::after { content: " \\25b2"; font-size: .7em; }
 th[aria-sort=descending] button::after { content: " \\25bc"; font-size: .7em; }
 ul { padding-left: 1.2rem; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(6, 1fr); gap: 1rem; margin: 1.5rem 0; }
-.card { grid-column: span 2; min-width: 0; margin: 0; padding: .9rem; }
+.figures { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0; }
+.card { flex: 1 1 calc(33% - 1rem); min-width: 0; margin: 0; padding: .9rem; }
 .card { background: var(--card); border-radius: 8px; }
-.card.wide { grid-column: span 3; }
-.card.full { grid-column: span 6; }
+.card.wide { flex-basis: calc(50% - 1rem); }
+.card.full { flex-basis: 100%; }
 .plot { height: 300px; }
 .controls { display: flex; flex-wrap: wrap; gap: .4rem 1.5rem; align-items: center; margin: .4rem 0; }
 .controls span { display: inline-flex; flex-wrap: wrap; gap: .2rem .5rem; align-items: center; }
@@ -91,7 +91,7 @@ ul { padding-left: 1.2rem; overflow-wrap: anywhere; }
   display: inline-block; width: 1.4em; height: .9em; border-radius: 2px; margin-right: .35em;
   vertical-align: -.05em;
 }
-@media (max-width: 800px) { .card, .card.wide { grid-column: span 6; } }
+@media (max-width: 800px) { .card, .card.wide { flex-basis: 100%; } }
 @media (max-width: 600px) {
   .said li { grid-template-columns: 1fr; gap: .15rem; }
   .tag { justify-self: start; }

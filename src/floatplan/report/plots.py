@@ -48,7 +48,7 @@ class Figure:
         caption: what to look at, in a sentence.
         traces: plotly.js traces.
         layout: plotly.js layout, without colours, which follow the page.
-        wide: whether it takes half of the page's width, and not a third.
+        wide: whether it takes half of the page's width, and not a third; more where a line has room.
         full: whether it takes all of that.
         height: in pixels.
         choices: what a reader picks.
@@ -257,16 +257,27 @@ def _bars(
 
 
 def log_axis(traces: list[Json], axis: str) -> Json:
-    """A logarithmic axis for the traces; a short one has ticks at 1, 2 and 5 times powers of ten.
+    """A logarithmic axis for the traces; a short one has ticks at 1, 2 and 5 times powers of ten, or nearer.
 
     Those that plotly.js gives a short one overlap, and are too small to read.
     """
     drawn = [value for trace in traces for value in trace[axis] if value and value > 0]
     if not drawn or max(drawn) > 1000 * min(drawn):
         return {"type": "log"}
-    least, most = (math.floor(math.log10(one)) for one in (min(drawn), max(drawn)))
-    ticks = [digit * 10.0**power for power in range(least, most + 1) for digit in (1, 2, 5)]
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:.3g}" for tick in ticks]}
+    least, most = min(drawn), max(drawn)
+    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    if sum(least <= tick <= most for tick in ticks) < 3:
+        # So short an axis is nearly an even one.
+        room = (most - least or least) / 3
+        step = max(
+            size
+            for digit in (1, 2, 5)
+            if (size := digit * 10.0 ** math.floor(math.log10(room))) <= room * 1.001
+        )
+        first = math.floor(least / step)
+        ticks = [place * step for place in range(max(1, first), math.ceil(most / step) + 1)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:.4g}" for tick in ticks]}
 
 
 def ink_on(colour: str) -> str:

@@ -16,7 +16,7 @@ from floatplan.report.ranges import PHRASES, ModuleRow, module_name, module_rows
 from floatplan.report.runfile import AnyRun, Run, TrainingRun
 from floatplan.report.tables import Cell, Column, Filter, Line, number_cell, sortable_table
 from floatplan.report.timeline import by_optimizer, first_and_last, is_scaled, timed_parts
-from floatplan.report.training import TOPICS, side_by_side, title_of, unbroken
+from floatplan.report.training import TOPICS, title_of, unbroken
 from floatplan.report.training_json import json_safe, training_json
 from floatplan.report.training_plots import compared_times, lines_of, step_figures
 from floatplan.report.training_tables import NAMES, milliseconds, risk_level
@@ -137,9 +137,7 @@ def render_trainings(runs: Runs) -> str:
     ]
     after = [] if unlike else [_differences_part(runs)]
     after.append(_headers_part(runs))
-    return document(
-        f"{len(runs)} trainings", before, side_by_side([figure for figure in drawn if figure]), after
-    )
+    return document(f"{len(runs)} trainings", before, [figure for figure in drawn if figure], after)
 
 
 def _summary_part(runs: Runs) -> str:

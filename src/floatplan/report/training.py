@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -11,7 +9,6 @@ from floatplan.errors import RunFolderError
 from floatplan.report.heatmap import heat_map
 from floatplan.report.html import document, facts_part, problems_part
 from floatplan.report.numbers import MISSING, count, share, significant
-from floatplan.report.plots import Figure
 from floatplan.report.ranges import by_risk, module_rows, precision_of
 from floatplan.report.runfile import REPORT_FILE, TrainingRun
 from floatplan.report.timeline import by_optimizer, first_and_last, is_scaled, timed_parts
@@ -55,14 +52,7 @@ def render_training(run: TrainingRun) -> str:
         notes_part(run),
         machine_part(run),
     ]
-    return document(title_of(run), before, side_by_side([figure for figure in drawn if figure]), after)
-
-
-def side_by_side(drawn: Sequence[Figure]) -> list[Figure]:
-    """The same figures; one that would stand alone beside an empty half takes the whole width."""
-    halves = [figure for figure in drawn if figure.wide]
-    alone = halves[-1] if len(halves) % 2 else None
-    return [replace(figure, wide=False, full=True) if figure is alone else figure for figure in drawn]
+    return document(title_of(run), before, [figure for figure in drawn if figure], after)
 
 
 def write_page(page: str, path: Path) -> Path:
