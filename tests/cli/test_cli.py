@@ -61,8 +61,8 @@ def test_the_public_surface_is_pinned() -> None:
                 "--task",
             ]
         ),
+        "report": ["--json", "--out", "--text", "run"],
         "replay": ["--data", "--device", "--json", "--precision", "--task", "bundle"],
-        "report": ["run"],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from floatplan.records import (
+    DriftRecord,
     EpochRecord,
     ExplainedOperator,
     Explanation,
@@ -79,4 +80,5 @@ RECORDS: list[RunRecord] = [
     FailureRecord("fp16-unscaled", 1, "its process was killed by SIGKILL"),
     ExplanationRecord("bf16", EXPLANATION),
 ]
+DRIFT = DriftRecord("bf16", 0, 2, "bf16", "fc", "aten::linear", 0.5, 0.01, 0.2, 0.02, math.inf)
 RUN: Run = collect(HEADER, RECORDS)

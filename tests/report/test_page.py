@@ -13,7 +13,7 @@ from made_up_run import HEADER, RECORDS, RUN
 
 from floatplan.records import StepRecord
 from floatplan.report.html import PlotlyMissing, render, write_report
-from floatplan.report.plots import MOST_POINTS, figures, loss_curves, scale_history
+from floatplan.report.plots import MOST_POINTS, figures, log_axis, loss_curves, scale_history
 from floatplan.report.runfile import collect
 
 COLOURS = dict.fromkeys(HEADER.rows, "#123456")
@@ -48,6 +48,26 @@ def test_long_runs_are_thinned_to_means() -> None:
     assert len(line["x"]) == MOST_POINTS
     assert line["x"] == line["y"]
     assert line["x"][:2] == [1.5, 3.5]
+
+
+def test_a_short_logarithmic_axis_has_ticks_that_can_be_read() -> None:
+    axis = log_axis([{"y": [0.5, None, 30.0, 0, -1.0]}], "y")
+    assert axis["ticktext"] == ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50"]
+    assert [float(text) for text in axis["ticktext"]] == pytest.approx(axis["tickvals"])
+    assert log_axis([{"y": [2.12, 2.41]}], "y")["ticktext"] == [
+        "2.1",
+        "2.15",
+        "2.2",
+        "2.25",
+        "2.3",
+        "2.35",
+        "2.4",
+        "2.45",
+    ]
+    assert log_axis([{"y": [3.0, 7.0]}], "y")["ticktext"] == ["3", "4", "5", "6", "7"]
+    assert log_axis([{"y": [0.8]}], "y")["ticktext"] == ["0.8"]
+    assert log_axis([{"y": [0.5, 3000.0]}], "y") == {"type": "log"}
+    assert log_axis([{"y": [None]}], "y") == {"type": "log"}
 
 
 def test_the_scale_shows_its_stairs_and_marks_each_skip() -> None:

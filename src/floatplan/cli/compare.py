@@ -106,24 +106,32 @@ def _train(plan: Comparison, writer: RunWriter, console: Console, quiet: bool) -
 
 
 def show(run: Run, folder: Path, console: Console) -> None:
-    """Print the table, what it needs said, the conclusion, and where the report is."""
+    """Print the comparison, and where the report is."""
     from floatplan.cli.console import print_lines
     from floatplan.report.html import PlotlyMissing, write_report
-    from floatplan.report.summary import conclusion, notes
-    from floatplan.report.text import comparison_table
 
     console.print()
-    table = comparison_table(run)
-    unbounded = console.options.update(max_width=10_000)
-    fits = console.measure(table, options=unbounded).maximum <= console.width
-    console.print(table if fits else comparison_table(run, upright=True))
-    print_lines(console, (f"- {note}" for note in notes(run)))
-    print_lines(console, [conclusion(run)])
+    print_comparison(run, console)
     try:
         where = f"report: {write_report(run, folder)}"
     except PlotlyMissing as error:
         where = f"no report: {error}. Then: floatplan report {folder}"
     print_lines(console, [where])
+
+
+def print_comparison(run: Run, console: Console) -> None:
+    """Print the table, what it needs said, and the conclusion."""
+    from floatplan.cli.console import print_lines
+    from floatplan.report.summary import conclusion, notes
+    from floatplan.report.text import comparison_table
+
+    table = comparison_table(run)
+    unbounded = console.options.update(max_width=10_000)
+    fits = console.measure(table, options=unbounded).maximum <= console.width
+    console.print(table if fits else comparison_table(run, upright=True))
+    print_lines(console, (f"- {note}" for note in notes(run)))
+    print_lines(console, [f"! {problem}" for problem in run.problems])
+    print_lines(console, [conclusion(run)])
 
 
 def _in_a_path(name: str) -> str:

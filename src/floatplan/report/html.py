@@ -13,7 +13,7 @@ from floatplan.report.drift import drift_part
 from floatplan.report.explanation import explanation_part
 from floatplan.report.numbers import COLUMNS, table_row
 from floatplan.report.page import SCRIPT, STYLE
-from floatplan.report.plots import Figure, figures
+from floatplan.report.plots import Choice, Figure, figures
 from floatplan.report.runfile import REPORT_FILE, Run
 from floatplan.report.summary import conclusion, notes, summarise
 
@@ -63,6 +63,7 @@ def render(run: Run) -> str:
     before = [
         f"<p>{escape(header.description)}. {escape(settings)}.</p>",
         f'<p class="conclusion">{escape(conclusion(run))}</p>',
+        problems_part(run.problems),
         _table(run),
         f"<ul>{remarks}</ul>" if remarks else "",
     ]
@@ -71,7 +72,7 @@ def render(run: Run) -> str:
         drift_part(run),
         _explanations(run),
         "<h2>Machine and versions</h2>",
-        _facts([("started", header.started), *header.machine.items(), *header.versions.items()]),
+        facts_part([("started", header.started), *header.machine.items(), *header.versions.items()]),
     ]
     return document(title, before, figures(run), after)
 
@@ -151,21 +152,55 @@ def _explanations(run: Run) -> str:
 
 
 def _frame(figure: Figure) -> str:
-    wide = " wide" if figure.wide else ""
+    size = " full" if figure.full else " wide" if figure.wide else ""
+    picked = "".join(_control(f"{figure.name}-{place}", one) for place, one in enumerate(figure.choices))
     return (
-        f'<figure class="card{wide}"><h2>{escape(figure.title)}</h2>'
-        f'<div id="{figure.name}" class="plot"></div>'
+        f'<figure class="card{size}"><h2>{escape(figure.title)}</h2>'
+        + (f'<div class="controls">{picked}</div>' if picked else "")
+        + f'<div id="{figure.name}" class="plot" style="height: {figure.height}px"></div>{figure.legend}'
         f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
     )
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
+def _control(name: str, choice: Choice) -> str:
+    """A menu, or a slider that shows the words of its place."""
+    label = f'<label for="{name}">{escape(choice.label)}</label>'
+    if choice.slider:
+        words = escape(json.dumps(choice.options))
+        return (
+            f'<span>{label} <input type="range" id="{name}" min="0" max="{len(choice.options) - 1}" '
+            f'value="0" data-words="{words}"> '
+            f'<output for="{name}">{escape(choice.options[0])}</output></span>'
+        )
+    options = "".join(f'<option value="{n}">{escape(text)}</option>' for n, text in enumerate(choice.options))
+    return f'<span>{label} <select id="{name}">{options}</select></span>'
+
+
+def facts_part(facts: Iterable[tuple[str, str]]) -> str:
+    """A list of names and texts as HTML."""
     return (
         "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts) + "</dl>"
     )
 
 
+def problems_part(problems: tuple[str, ...]) -> str:
+    """What of the file could not be read."""
+    if not problems:
+        return ""
+    items = "".join(f"<li>{escape(one)}</li>" for one in problems)
+    return f'<h2>Not all of the file could be read</h2><ul class="problems">{items}</ul>'
+
+
 def _as_json(drawn: tuple[Figure, ...]) -> str:
-    data = [{"name": figure.name, "traces": figure.traces, "layout": figure.layout} for figure in drawn]
+    data = [
+        {
+            "name": figure.name,
+            "traces": figure.traces,
+            "layout": figure.layout,
+            "choices": len(figure.choices),
+            "frames": figure.frames,
+        }
+        for figure in drawn
+    ]
     # "</" would end the script element early, wherever it stands in a text.
     return json.dumps(data, allow_nan=False).replace("</", "<\\/")

@@ -68,6 +68,16 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+def share(value: float) -> str:
+    """Of a share in [0, 1], with as many decimals as tell it from 0 and from all."""
+    percents = 100 * value
+    if value == 0 or value == 1:
+        return f"{percents:.0f} %"
+    if percents < 1:
+        return f"{percents:.{1 if percents < 0.01 else 2}g} %"
+    return f"{percents:.1f} %" if percents < 10 or percents > 99 else f"{percents:.0f} %"
+
+
 def memory(size: float) -> str:
     """Bytes in MiB or GiB."""
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

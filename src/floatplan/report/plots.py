@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -24,6 +24,21 @@ MOST_POINTS = 1000
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a reader picks at a figure: from a menu, or on a slider.
+
+    Attributes:
+        label: what is picked.
+        options: in words.
+        slider: whether they are places in an order.
+    """
+
+    label: str
+    options: tuple[str, ...]
+    slider: bool = False
+
+
+@dataclass(frozen=True)
 class Figure:
     """One plot.
 
@@ -33,7 +48,13 @@ class Figure:
         caption: what to look at, in a sentence.
         traces: plotly.js traces.
         layout: plotly.js layout, without colours, which follow the page.
-        wide: whether it takes the page's whole width.
+        wide: whether it takes half of the page's width, and not a third; more where a line has room.
+        full: whether it takes all of that.
+        height: in pixels.
+        choices: what a reader picks.
+        frames: by the places of the options picked, with "|" between: what the first traces have in place of
+            their own ("traces"), and the layout ("layout").
+        legend: HTML below the plot.
     """
 
     name: str
@@ -42,6 +63,11 @@ class Figure:
     traces: list[Json]
     layout: Json
     wide: bool = False
+    full: bool = False
+    height: int = 300
+    choices: tuple[Choice, ...] = ()
+    frames: dict[str, Json] = field(default_factory=dict)
+    legend: str = ""
 
 
 def figures(run: Run) -> tuple[Figure, ...]:
@@ -104,7 +130,10 @@ def loss_curves(run: Run, colours: dict[str, str]) -> Figure:
             else "Lines that lie on each other train alike."
         ),
         traces,
-        {"xaxis": {"title": {"text": "step"}}, "yaxis": {"type": "log", "title": {"text": "loss"}}},
+        {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {**log_axis(traces, "y"), "title": {"text": "loss"}},
+        },
         wide=True,
     )
 
@@ -155,20 +184,25 @@ def scale_history(run: Run, colours: dict[str, str]) -> Figure:
 
 def drift_figures(run: Run, colours: dict[str, str]) -> list[Figure]:
     """Distance from float32 per low-precision row: on the same weights, and of the weights themselves."""
-    layout = {
-        "xaxis": {"type": "log", "title": {"text": "step"}},
-        "yaxis": {"type": "log", "title": {"text": "|low - fp32| / |fp32|"}},
-    }
     step = drift_traces(run, colours)
     weights = weight_traces(run, colours)
     found = []
     if step:
         caption = "The last result of the forward, from the same weights; dotted: what roundings explain."
-        found.append(Figure("drift", "Distance from float32", caption, step, layout, wide=True))
+        found.append(Figure("drift", "Distance from float32", caption, step, _distances(step), wide=True))
     if weights:
         caption = "How far the weights are from those of the fp32 row, which saw the same batches."
-        found.append(Figure("weights", "Distance of the weights", caption, weights, layout, wide=True))
+        found.append(
+            Figure("weights", "Distance of the weights", caption, weights, _distances(weights), wide=True)
+        )
     return found
+
+
+def _distances(traces: list[Json]) -> Json:
+    return {
+        "xaxis": {**log_axis(traces, "x"), "title": {"text": "step"}},
+        "yaxis": {**log_axis(traces, "y"), "title": {"text": "|low - fp32| / |fp32|"}},
+    }
 
 
 def _marks(skipped: list[StepRecord], name: str, colour: str) -> Json:
@@ -212,6 +246,7 @@ def _bars(
         trace["error_y"] = {"type": "data", "array": deviations, "color": "#8b949e", "thickness": 1.5}
         trace["textposition"] = "inside"
         trace["insidetextanchor"] = "start"
+        trace["insidetextfont"] = {"color": [ink_on(colours[summary.row]) for summary, _ in shown]}
     caption = "Mean and standard deviation over the seeds." if several else ""
     layout = {
         "showlegend": False,
@@ -219,6 +254,38 @@ def _bars(
         "yaxis": {"ticksuffix": suffix, "rangemode": "tozero"},
     }
     return Figure(name, title, caption, [trace], layout)
+
+
+def log_axis(traces: list[Json], axis: str) -> Json:
+    """A logarithmic axis for the traces; a short one has ticks at 1, 2 and 5 times powers of ten, or nearer.
+
+    Those that plotly.js gives a short one overlap, and are too small to read.
+    """
+    drawn = [value for trace in traces for value in trace[axis] if value and value > 0]
+    if not drawn or max(drawn) > 1000 * min(drawn):
+        return {"type": "log"}
+    least, most = min(drawn), max(drawn)
+    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    if sum(least <= tick <= most for tick in ticks) < 3:
+        # So short an axis is nearly an even one.
+        room = (most - least or least) / 3
+        step = max(
+            size
+            for digit in (1, 2, 5)
+            if (size := digit * 10.0 ** math.floor(math.log10(room))) <= room * 1.001
+        )
+        first = math.floor(least / step)
+        ticks = [place * step for place in range(max(1, first), math.ceil(most / step) + 1)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:.4g}" for tick in ticks]}
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever stands out more on a colour such as "#4c78a8" (WCAG 2, contrast ratio)."""
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    linear = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
 
 
 def _line(
