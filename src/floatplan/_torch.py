@@ -346,19 +346,12 @@ def remove_forward_hook(handle: Any) -> None:
 # --- Hooks ----------------------------------------------------------------------------------------------
 
 
-def put_pre_hook(module: torch.nn.Module, hook: Callable[..., None]) -> None:
-    """Have ``hook`` called with the module, its arguments and its keyword arguments before each forward.
+def pre_hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Hooks that run before each forward by their key, and keys of those that get keyword arguments, too.
 
-    As ``register_forward_pre_hook(hook, with_kwargs=True)``, whose handles cost 20 us in each step.
+    For hooks that come and go with each step: ``register_forward_pre_hook`` and its handle take 20 us.
     """
-    module._forward_pre_hooks[hook] = hook  # type: ignore[index]
-    module._forward_pre_hooks_with_kwargs[hook] = True  # type: ignore[index]
-
-
-def take_pre_hook(module: torch.nn.Module, hook: Callable[..., None]) -> None:
-    """Take away what `put_pre_hook` put there."""
-    module._forward_pre_hooks.pop(hook, None)  # type: ignore[call-overload]
-    module._forward_pre_hooks_with_kwargs.pop(hook, None)  # type: ignore[call-overload]
+    return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
 
 
 # --- Buffers ------------------------------------------------------------------------------------------

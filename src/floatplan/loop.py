@@ -116,14 +116,15 @@ class Amp:
     def _watch_forwards(self) -> None:
         """Keep what a look at a step that was refused takes."""
         diagnose = self.settings.diagnose
-        self._look_back = self._ends.examiner = LookBack(
+        self._look_back = LookBack(
             self.models,
             self._precision,
             self.settings.policy,
             None if isinstance(diagnose, bool) else diagnose,
-            self.settings.diagnose_after if diagnose else 0,
+            self.settings.diagnose_after,
         )
-        listeners = self._look_back, self._recording
+        self._ends.examiner = self._look_back if diagnose else None
+        listeners = self._ends.examiner, self._recording
         self._forwards.listeners = tuple(one for one in listeners if one is not None)
 
     def __del__(self) -> None:
@@ -185,7 +186,7 @@ class Amp:
             parameter.grad = None
         try:
             keeps = kept_past_backward() if self.accumulate > 1 else nullcontext()
-            with keeps, self._ends.timed_backward(loss):
+            with keeps, self._ends.timed_backward(loss, self.accumulate == 1):
                 window.backward(loss, marks, **options)
         except BaseException:
             self._ends.undo(window)

@@ -61,10 +61,10 @@ class Ends:
         if self.listener is not None:
             self.listener.micro_batch_ended()
 
-    def timed_backward(self, loss: Tensor) -> AbstractContextManager[Any]:
-        """The backward of ``loss`` runs in this context."""
+    def timed_backward(self, loss: Tensor, is_only: bool) -> AbstractContextManager[Any]:
+        """The backward of ``loss`` runs in this context; ``is_only`` in a step with one micro-batch."""
         if self.examiner is not None:
-            self.examiner.loss_is(loss)
+            self.examiner.loss_is(loss, is_only)
         return nullcontext() if self.listener is None else self.listener.backward_of(loss)
 
     def undo(self, window: Window) -> None:
@@ -151,15 +151,15 @@ class Ends:
                 optimizer=self._windows.place_of(window),
                 optimizers=self._windows.in_turn(),
             )
-        if self.examiner is not None:
-            self.examiner.step_over()
         if isinstance(evidence.found_inf, bool):
             self._outcome_is(evidence, evidence.found_inf)
             return self._afterwards.add(evidence, schedulers, window.parameters())
-        tell = partial(self._outcome_is, evidence)
+        if self.examiner is not None:
+            self.examiner.step_over()
+        tell = partial(self._outcome_is, evidence, is_late=True)
         return self._afterwards.add(evidence, schedulers, window.parameters(), tell)
 
-    def _outcome_is(self, evidence: Evidence, refused: bool) -> None:
+    def _outcome_is(self, evidence: Evidence, refused: bool, is_late: bool = False) -> None:
         """It is known whether a step was refused."""
         if self.examiner is None:
             return
@@ -167,7 +167,7 @@ class Ends:
             self.examiner.stepped()
             return
         with self._forwards.unheard():
-            evidence.diagnosis = self.examiner.refused(StepResult(evidence))
+            evidence.diagnosis = self.examiner.refused(StepResult(evidence), is_late)
         if evidence.diagnosis is not None and self.listener is not None:
             self.listener.found(evidence.diagnosis)
 

@@ -73,14 +73,14 @@ class RegionListener(Protocol):
 class Examiner(RegionListener, Protocol):
     """Who finds out why steps are refused."""
 
-    def loss_is(self, loss: Tensor) -> None:
-        """A backward of ``loss``, not scaled, is about to run."""
-
-    def step_over(self) -> None:
-        """A step has ended; its outcome may not be known yet."""
+    def loss_is(self, loss: Tensor, is_only: bool) -> None:
+        """A backward of ``loss``, not scaled, is about to run; ``is_only`` in a step with one micro-batch."""
 
     def stepped(self) -> None:
         """A step was taken."""
 
-    def refused(self, result: StepResult) -> Diagnosis | None:
-        """A step was refused: what was found, if this was the time to look."""
+    def step_over(self) -> None:
+        """A step has ended, and nobody knows yet whether it was taken."""
+
+    def refused(self, result: StepResult, is_late: bool) -> Diagnosis | None:
+        """A step was refused, as is known at its end or later: what was found, if it is time to look."""

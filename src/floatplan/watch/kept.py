@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from floatplan import _torch
+from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine.trees import tensors_in
 from floatplan.watch.tensors import is_number_format
 
@@ -37,13 +38,7 @@ class Call:
 
 def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Of the tensors among a call's arguments: a write to one moves it."""
-    found: list[int] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value._version)
-        elif isinstance(value, (list, tuple, dict)):
-            found += [tensor._version for tensor in tensors_in(value)]
-    return found
+    return [tensor._version for tensor in tensors_in((args, kwargs))]
 
 
 def torch_random() -> dict[str, Any]:
@@ -77,59 +72,103 @@ def cloned(value: Any) -> Any:
 
 
 class Following:
-    """Hooks on models while a region is active: the models are as they were outside of it.
+    """Keeps the last call of each model while a region is active: the models are as they were outside of it.
+
+    What runs at each forward is written for speed: it runs in every step of every training.
 
     Args:
-        models: whose calls are followed; compiled ones, of which hooks would be part, are not.
-        called: told the number of a model and its arguments, before it runs.
-        returned: told the number of a model and what it returned, in a region that asks for it.
+        models: whose calls are kept; compiled ones, of which hooks would be part, are not.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        called: Callable[[int, tuple[Any, ...], dict[str, Any]], None],
-        returned: Callable[[int, Any], None],
-    ) -> None:
-        self._befores = [
-            (model, _before(called, number))
-            for number, model in enumerate(models)
-            if model._compiled_call_impl is None
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._last: dict[int, _Kept] = {}
+        self._gradients: dict[int, dict[int, Tensor]] = {}
+        self._random: dict[int, dict[str, Any]] = {}
+        self._models = [
+            (number, model) for number, model in enumerate(models) if model._compiled_call_impl is None
         ]
-        self._afters = [(model, _after(returned, number)) for number, model in enumerate(models)]
+        self._hooks = [
+            (*_torch.pre_hooks_of(model), _keeping(self._last, number, model))
+            for number, model in self._models
+        ]
         self._handles: list[Any] = []
 
-    def begin(self, with_results: bool) -> None:
-        """A region is entered."""
-        for model, before in self._befores:
-            _torch.put_pre_hook(model, before)
-        if with_results:
-            followed = {id(model) for model, _ in self._befores}
-            for model, after in self._afters:
-                if id(model) in followed:
-                    self._handles.append(model.register_forward_hook(after))
+    def calls(self) -> list[Call]:
+        """The last ones, in their order."""
+        return [self.call(number) for number in self._last]
+
+    def call(self, number: int) -> Call:
+        """The last one of a model; KeyError if there was none."""
+        args, kwargs, versions, random = self._last[number]
+        random = self._random.get(number, random)
+        return Call(number, args, kwargs, versions, random, self._gradients.get(number))
+
+    def begin(self, with_gradients: bool) -> None:
+        """A region is entered; the gradients of what calls return are kept, too, if wanted."""
+        for hooks, with_kwargs, hook in self._hooks:
+            hooks[hook] = hook
+            with_kwargs[hook] = True
+        if not with_gradients:
+            if self._gradients or self._random:
+                self._gradients.clear()
+                self._random.clear()
+        else:
+            for number, model in self._models:
+                before, after = self._with_all_random(number), self._with_gradients(number)
+                self._handles.append(model.register_forward_pre_hook(before))
+                self._handles.append(model.register_forward_hook(after))
 
     def end(self) -> None:
         """It is left."""
-        for model, before in self._befores:
-            _torch.take_pre_hook(model, before)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooks, with_kwargs, hook in self._hooks:
+            hooks.pop(hook, None)
+            with_kwargs.pop(hook, None)
+        if self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def _with_all_random(self, number: int) -> Callable[..., None]:
+        kept = self._random
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+                kept[number] = RandomStates().state_dict()
+
+        return hook
+
+    def _with_gradients(self, number: int) -> Callable[..., None]:
+        kept = self._gradients
+
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return
+            kept[number] = {}
+            for place, tensor in enumerate(floating(result)):
+                if tensor.requires_grad:
+                    tensor.register_hook(KeptGradient(kept[number], place))  # type: ignore[no-untyped-call]
+
+        return hook
 
 
-def _before(called: Callable[..., None], number: int) -> Callable[..., None]:
+_Kept = tuple[tuple[Any, ...], dict[str, Any], list[int], dict[str, Any]]
+"""Arguments, keyword arguments, versions, random states."""
+
+
+def _keeping(last: dict[int, _Kept], number: int, model: nn.Module, draws: _Draws) -> Callable[..., None]:
+    parameter = next(model.parameters(), None)
+    on_cpu = parameter is None or parameter.device.type == "cpu"
+    has_gradients, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+    state = torch.default_generator.get_state
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():  # Dynamo leaves it out of what it compiles
-            called(number, args, kwargs)
-
-    return hook
-
-
-def _after(returned: Callable[..., None], number: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if not torch.compiler.is_compiling():
-            returned(number, result)
+        if is_compiling() or not has_gradients():
+            return  # Dynamo leaves it out of what it compiles; an evaluation
+        random = {"torch": state()} if on_cpu else torch_random()
+        is_simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        versions = [args[0]._version] if is_simple else versions_of(args, kwargs)
+        last.pop(number, None)
+        last[number] = args, kwargs, versions, random
 
     return hook
 

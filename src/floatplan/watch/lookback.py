@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from floatplan import _torch
 from floatplan.checkpoint.bundle import write_bundle
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import Plan
@@ -23,7 +21,7 @@ from floatplan.records import Diagnosis, StepResult
 from floatplan.scaling.evidence import FORWARD
 from floatplan.step.precision import Precision
 from floatplan.watch.diagnosis import Step, formats_in, kept_in_float32, kind_of, region_of
-from floatplan.watch.kept import Call, Following, KeptGradient, cloned, floating, torch_random, versions_of
+from floatplan.watch.kept import Call, Following, cloned, floating, versions_of
 from floatplan.watch.tensors import format_name
 from floatplan.watch.untouched import untouched
 
@@ -50,7 +48,7 @@ class LookBack:
         precision: of the Amp.
         policy: of the region.
         closure: runs the whole step's forward and returns the loss; None to look at what is kept.
-        after: skips in a row after which a look is taken; 0 for never.
+        after: skips in a row after which a look is taken.
     """
 
     def __init__(
@@ -65,26 +63,23 @@ class LookBack:
         self._models = [getattr(model, "module", model) if _is_replica(model) else model for model in models]
         self._precision, self._policy = precision, policy
         self._closure, self._after = closure, after
-        self._calls: dict[int, Call] = {}
         self._suspects: list[Call] = []
-        self._loss: _Loss | None = None
-        self._is_armed = self._is_looking = self._has_told = self._is_open = False
+        self._losses: tuple[Tensor, ...] = ()
+        self._is_armed = self._is_looking = self._has_told = self._is_mid_step = False
         self._steps = 0
         self._last_look = -APART
         self._given = list(models)
         self._regions = 0
         self._follows = False
-        # No cycle: an Amp that nobody holds any more goes at once.
-        me = weakref.proxy(self)
-        self._following = Following(models, lambda *told: me.called(*told), lambda *told: me.returned(*told))
+        self._following = Following(models)
 
     # --- What is kept ---------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """A region of the Amp is entered."""
         self._regions += 1
-        if self._regions == 1 and self._after and not self._is_looking and torch.is_grad_enabled():
-            self._follows = True
+        if self._regions == 1 and not self._is_looking and torch.is_grad_enabled():
+            self._follows = self._is_mid_step = True
             self._following.begin(self._is_armed)
 
     def forward_ends(self) -> None:
@@ -94,62 +89,42 @@ class LookBack:
             self._follows = False
             self._following.end()
 
-    def called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model is about to run."""
-        if not torch.is_grad_enabled() or _torch.running_node() is not None:
-            return  # an evaluation, or what a checkpoint runs again
-        versions = versions_of(args, kwargs)
-        random = RandomStates().state_dict() if self._is_armed else torch_random()
-        self._is_open = True
-        self._calls.pop(number, None)  # the order is that of the last calls
-        self._calls[number] = Call(number, args, kwargs, versions, random)
+    def loss_is(self, loss: Tensor, is_only: bool) -> None:
+        """A backward of ``loss``, not scaled, is about to run; ``is_only`` in a step with one micro-batch.
 
-    def returned(self, number: int, result: Any) -> None:
-        """It has run."""
-        call = self._calls.get(number)
-        if call is None or not torch.is_grad_enabled():
-            return
-        call.gradients = {}
-        for place, tensor in enumerate(floating(result)):
-            if tensor.requires_grad:
-                tensor.register_hook(KeptGradient(call.gradients, place))  # type: ignore[no-untyped-call]
-
-    def loss_is(self, loss: Tensor) -> None:
-        """A backward of ``loss``, not scaled, is about to run. On an accelerator nothing is asked of it."""
-        if not self._after or loss.device.type != "cpu":
-            return
-        value = float(loss.detach())
-        if self._loss is None and not math.isfinite(value):
-            self._loss = _Loss(value, _operators(loss))
-            self._suspects = list(self._calls.values())
+        It is looked at when the step is refused, or, on the CPU, at once, where others follow whose forwards
+        take the place of this one's.
+        """
+        if is_only:
+            self._losses = (*self._losses[-3:], loss)
+        elif loss.device.type == "cpu" and not self._suspects and not _is_finite(loss):
+            self._losses = (loss,)
+            self._suspects = self._following.calls()
 
     def step_over(self) -> None:
-        """A step has ended; its outcome may not be known yet."""
-        self._is_open = False
+        """A step has ended, and nobody knows yet whether it was taken."""
+        self._is_mid_step = False
 
     def stepped(self) -> None:
         """A step was taken."""
         self._steps += 1
         self._is_armed = self._has_told = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._loss, self._suspects = None, []
+        self._losses, self._suspects = (), []
 
     # --- Looks ----------------------------------------------------------------------------------------
 
-    def refused(self, result: StepResult) -> Diagnosis | None:
-        """A step was refused: what was found, if this is the time to look."""
+    def refused(self, result: StepResult, is_late: bool) -> Diagnosis | None:
+        """A step was refused, as is known at its end or later: what was found, if it is time to look."""
         self._steps += 1
-        is_due = self._after and not self._has_told and self._is_due(result)
+        is_due = not self._has_told and self._is_due(result)
         self._is_armed = True
         try:
-            if not is_due or not self._can_look():
+            if not is_due or not self._can_look(is_late):
                 return None
             self._has_told, self._last_look = True, self._steps
             return self._looked(result)
         finally:
-            self._forget()
+            self._losses, self._suspects = (), []
 
     def _is_due(self, result: StepResult) -> bool:
         streak = result.skips_in_a_row
@@ -158,11 +133,11 @@ class LookBack:
         least = max(self._after, CALIBRATING) if "calibrating" in result.reason else self._after
         return streak >= least
 
-    def _can_look(self) -> bool:
+    def _can_look(self, is_late: bool) -> bool:
         if self._closure is None and any(map(_takes_others, self._models)):
             return False
         # What spreads gradients over ranks may expect those of a forward that has run since.
-        return not (self._is_open and any(map(_is_replica, self._given)))
+        return not (is_late and self._is_mid_step and any(map(_is_replica, self._given)))
 
     def _looked(self, result: StepResult) -> Diagnosis | None:
         try:
@@ -179,7 +154,7 @@ class LookBack:
         Raises:
             StepError: nothing was kept, as before the first forward.
         """
-        calls = self._suspects or list(self._calls.values())
+        calls = self._suspects or self._following.calls()
         if not calls and self._closure is None:
             raise StepError(
                 "no forward was kept to look at: call a model of the Amp in amp.autocast() first, uncompiled"
@@ -201,9 +176,9 @@ class LookBack:
             StepError: nothing was kept of that model.
             BundleError: the folder is there already, or cannot be written.
         """
-        call = self._calls.get(number)
+        call = next((call for call in self._following.calls() if call.number == number), None)
         if call is None:
-            known = ", ".join(map(str, self._calls)) or "none"
+            known = ", ".join(str(one.number) for one in self._following.calls()) or "none"
             raise StepError(
                 f"no call of model {number} was kept (of these there are: {known}): run it in "
                 "amp.autocast() first, uncompiled, and leave Settings(diagnose=...) on"
@@ -246,10 +221,12 @@ class LookBack:
         again = _Again(self._models, calls)
         inputs = [(call.args, call.kwargs) for call in calls]
         found = Step(model, again, inputs, None, None).diagnose(region, name, (1.0,))
-        loss = None if self._loss is None else self._loss.value
-        if found.is_healthy and self._loss is not None:
-            found = _of_loss(self._loss, name, again)
-        elif found.is_healthy and bad is not None:
+        loss = None
+        for one in self._losses:
+            loss = float(one.detach())
+            if found.is_healthy and not math.isfinite(loss):
+                found = _of_loss(_Loss(loss, _operators(one)), name, again)
+        if found.is_healthy and bad is not None:
             found = bad
         notes = (*found.notes, *said, *again.notes(found.is_healthy))
         return replace(found, scale=scale, loss=loss, notes=notes)
@@ -344,6 +321,10 @@ def _bad_gradient(calls: Sequence[Call], precision: str, scale: float) -> Diagno
                 )
                 return Diagnosis(False, "", "", "backward", cause, fix, (), precision)
     return None
+
+
+def _is_finite(loss: Tensor) -> bool:
+    return math.isfinite(loss.detach().item())
 
 
 def _operators(loss: Tensor) -> tuple[str, ...]:
