@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import floatplan as fp
-from floatplan.errors import FloatplanWarning, RunFolderError
+from floatplan.errors import FloatplanError, FloatplanWarning, RunFolderError
 from floatplan.records import scale_history
 
 
@@ -251,8 +252,24 @@ def test_a_disk_that_is_full_ends_the_recording_and_not_the_training(tmp_path: P
     from floatplan.recording import Recording
 
     with pytest.warns(FloatplanWarning, match="recorded no more, and goes on: .*No space left"):
-        done = train(Recording(tmp_path, 2, [Full()]), steps=3)
+        done = train(Recording(tmp_path, 2, [Full]), steps=3)
     assert all(result.stepped for result in done.results)
+
+
+def test_a_view_that_is_told_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(fp.record(tmp_path, every=2, live=True), steps=4, bad=(1,))
+    said = capsys.readouterr().out
+    assert "Net in fp16 on cpu" in said
+    assert "step 2 skipped: forward: the loss is not finite" in said
+    assert "step 2: In the batch" in said
+    assert recorded(tmp_path).header.precision == "fp16"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is here")
+def test_tensorboard_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FloatplanError, match="pip install tensorboard"):
+        fp.record(tmp_path, tensorboard=True)
+    assert not any(tmp_path.iterdir())
 
 
 # --- Loops of one's own ---------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ _Kept = tuple[tuple[Any, ...], dict[str, Any], list[int], dict[str, Any]]
 """Arguments, keyword arguments, versions, random states."""
 
 
-def _keeping(last: dict[int, _Kept], number: int, model: nn.Module, draws: _Draws) -> Callable[..., None]:
+def _keeping(last: dict[int, _Kept], number: int, model: nn.Module) -> Callable[..., None]:
     parameter = next(model.parameters(), None)
     on_cpu = parameter is None or parameter.device.type == "cpu"
     has_gradients, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling

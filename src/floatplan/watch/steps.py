@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,10 +63,16 @@ class Lines:
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks, self.pending = sinks, list[RecordedStep]()
+        self._flushed = time.perf_counter()
+
+    def is_late(self, after: float) -> bool:
+        """Whether nothing was written for so many seconds."""
+        return time.perf_counter() - self._flushed >= after
 
     def flush(self) -> None:
         """Write the lines of all steps that wait; waits for the device."""
         pending, self.pending = self.pending, []
+        self._flushed = time.perf_counter()
         try:
             for step in pending:
                 for record in _records(step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,20 @@ class TensorBoardMissing(FloatplanError, ImportError):
     """TensorBoard, or what torch needs to write for it, is not installed."""
 
 
+def check_tensorboard() -> None:
+    """Whether there is a TensorBoard to write for.
+
+    Raises:
+        TensorBoardMissing: there is none.
+    """
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise TensorBoardMissing(
+            f"TensorBoard cannot be written ({error}); install it with: pip install tensorboard"
+        ) from error
+
+
 class TensorBoard:
     """Writes each record that it is told for TensorBoard.
 
@@ -42,12 +57,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise TensorBoardMissing(
-                f"TensorBoard cannot be written ({error}); install it with: pip install tensorboard"
-            ) from error
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(os.fspath(folder))
         self._casts: tuple[int, int, int] = (0, 0, 0)
 

@@ -1,13 +1,11 @@
-"""``record``: write down what a training does, and every so often all that its numbers look like."""
+"""Records one training."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,7 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from floatplan.errors import RecordingError
+from floatplan.errors import PolicyError, RecordingError
+from floatplan.formats import format_of
+from floatplan.recording.header import header_of, is_first_rank
 from floatplan.records import (
     Diagnosis,
     FindingRecord,
@@ -26,11 +26,13 @@ from floatplan.records import (
 )
 from floatplan.report.runfile import RUN_FILE, RunWriter
 from floatplan.scaling.evidence import STEPPED
-from floatplan.tune.measure import describe_device, describe_versions
 from floatplan.watch.clock import Clock, Moment
-from floatplan.watch.pace import EVERY, Pace
+from floatplan.watch.pace import Pace
 from floatplan.watch.statistics import StepNumbers, Subject
 from floatplan.watch.steps import MOST_PENDING, Lines, RecordedStep, Sink, Timed
+
+LIVE_SECONDS = 0.5
+"""After which a live view is told of steps."""
 
 
 class Recording:
@@ -38,9 +40,15 @@ class Recording:
 
     Attributes:
         folder: of the run.
+        is_live: whether somebody looks on, so that lines wait for half a second at most.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int | None, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | None,
+        sinks: Sequence[Callable[[], Sink]] = (),
+    ) -> None:
         self.folder, self._pace = Path(folder), Pace(_checked_every(every))
         self._given = list(sinks)
         self._lines: Lines | None = None
@@ -53,7 +61,7 @@ class Recording:
         self._regions = 0
         self._forward: Moment | None = None
         self._entered = ExitStack()
-        self._is_closed = self._is_own_loop = False
+        self._is_closed = self._is_own_loop = self.is_live = False
         self._occupied()
 
     def _occupied(self) -> bool:
@@ -78,7 +86,7 @@ class Recording:
         if self._models:
             raise RecordingError("a recording is of one training; make another with fp.record(...)")
         self._models = list(models)
-        self._precision, self._accumulate = precision, accumulate
+        self._precision, self._accumulate = _short(precision), accumulate
         device = next((p.device for model in self._models for p in model.parameters()), torch.device("cpu"))
         self._device, self._clock, self._is_own_loop = device, Clock(device), own
         if own:
@@ -95,37 +103,16 @@ class Recording:
                     "that training, load its checkpoint before the first step"
                 )
             sinks: list[Sink] = []
-            if _is_first_rank():
-                sinks = [RunWriter(self.folder, goes_on=resumes), *self._given]
+            if is_first_rank():
+                sinks = [RunWriter(self.folder, goes_on=resumes), *(make() for make in self._given)]
             self._subject, self._lines = subject, Lines(sinks)
             self._lines.write(self._header(subject))
             self._finalizer = weakref.finalize(self, self._lines.close)
         return self._lines
 
     def _header(self, subject: Subject) -> TrainingHeader:
-        said = []
-        if subject.fused:
-            names = ", ".join(name or "the model" for name in subject.fused[:6])
-            said.append(f"compiled, so that only what comes out is seen, and no cast inside: {names}")
-        ranks = torch.distributed.get_world_size() if _has_ranks() else 1
-        if ranks > 1:
-            said.append(f"numbers are those of the first of {ranks} ranks")
-        device = describe_device(self._device)
-        return TrainingHeader(
-            model=", ".join(type(model).__name__ for model in self._models),
-            precision=self._precision,
-            parameters=sum(p.numel() for p in subject.parameters.values() if p.requires_grad),
-            modules=tuple(subject.modules),
-            fingerprint=_fingerprint(subject),
-            every=self._pace.every or EVERY,
-            accumulate=self._accumulate,
-            device=str(self._device),
-            started=datetime.now().astimezone().isoformat(timespec="seconds"),
-            versions=describe_versions(),
-            machine={"device": f"{device.model} ({', '.join(device.features)})"},
-            ranks=ranks,
-            notes=tuple(said),
-            after=self._steps,
+        return header_of(
+            self._models, subject, self._device, self._precision, self._accumulate, self._pace, self._steps
         )
 
     def _begun(self) -> RecordedStep:
@@ -214,7 +201,8 @@ class Recording:
         lines.pending.append(step)
         if step.numbers is not None:
             step.numbers.close()
-        if step.numbers is not None or refused or len(lines.pending) >= MOST_PENDING:
+        is_full = len(lines.pending) >= MOST_PENDING or (self.is_live and lines.is_late(LIVE_SECONDS))
+        if step.numbers is not None or refused or is_full:
             lines.flush()
         if step.numbers is not None:
             self._pace.ends()
@@ -304,86 +292,11 @@ class Recording:
         raise RecordingError("a recording cannot be copied: two would write to one folder")
 
 
-def record(
-    folder: str | os.PathLike[str],
-    models: nn.Module | Sequence[nn.Module] | None = None,
-    *,
-    every: int | None = None,
-    precision: str = "",
-) -> Recording:
-    """Write down what a training does, for ``floatplan report`` to show.
-
-    Each step gets a line: loss, loss scale, gradient norm, whether it was taken or why not, what its phases
-    took. At each 50th step, from the first on, or less often where it would cost more than 1 % of the time,
-    numbers are counted: of what each module returns, of
-    what flows back into it, of weights, their gradients and updates. From these follow what each format would
-    lose, and how many updates rounding took. Nothing of the training changes, bit for bit.
-
-    With an Amp: ``fp.Amp(model, optimizer, "fp16", record=fp.record("runs/x", every=100))``, or
-    ``record="runs/x"`` for what is by default. In a loop of one's own::
-
-        with fp.record("runs/x", model) as recording:
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = loss_fn(model(x), y)
-                loss.backward()
-                optimizer.step()
-                recording.step(loss)
-
-    Numbers of a step need memory for a copy of the weights, and none otherwise. A file that cannot be written
-    any more ends the recording with a warning, not the training.
-
-    Args:
-        folder: a new one, in which ``run.jsonl`` is written; or that of a run that a checkpoint goes on with.
-        models: those of a loop without an Amp.
-        every: steps from one count of numbers to the next, whatever it costs.
-        precision: of a loop without an Amp, for the report.
-
-    Raises:
-        RunFolderError: the folder is not empty, or cannot be one.
-        RecordingError: an argument does not fit.
-    """
-    recording = Recording(folder, every)
-    if models is not None:
-        found = [models] if isinstance(models, nn.Module) else list(models)
-        if not found or not all(isinstance(model, nn.Module) for model in found):
-            raise RecordingError(f"models must be a torch.nn.Module or several, got {models!r}")
-        recording.attach(found, precision, 1, own=True)
-    return recording
-
-
-def recording_of(
-    given: str | os.PathLike[str] | Recording | None,
-    models: Iterable[nn.Module],
-    precision: str,
-    accumulate: int,
-) -> Recording | None:
-    """What records the training of an Amp that was given this.
-
-    Raises:
-        RecordingError: it is no folder and no recording, or one of another training.
-        RunFolderError: the folder cannot be one.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, str | os.PathLike | Recording):
-        raise RecordingError(f"record must be a folder or fp.record(folder), got {given!r}")
-    recording = given if isinstance(given, Recording) else record(given)
-    recording.attach(models, precision, accumulate)
-    return recording
-
-
-def _fingerprint(subject: Subject) -> str:
-    shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in subject.parameters.items())
-    return hashlib.sha256(shapes.encode()).hexdigest()[:16]
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _is_first_rank() -> bool:
-    return not _has_ranks() or torch.distributed.get_rank() == 0
+def _short(precision: str) -> str:
+    try:
+        return format_of(precision).name
+    except PolicyError:
+        return precision  # "auto", "a Plan", or what the user calls it
 
 
 def _checked_every(every: object) -> int | None:
