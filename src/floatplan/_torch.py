@@ -263,6 +263,11 @@ def is_traced() -> bool:
     )
 
 
+def is_jit_tracing() -> bool:
+    """Whether ``torch.jit.trace`` takes down what this thread calls: sizes are tensors then."""
+    return torch._C._get_tracing_state() is not None
+
+
 # --- Watching -----------------------------------------------------------------------------------------
 
 

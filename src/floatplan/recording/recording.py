@@ -98,7 +98,7 @@ class Recording:
         if self._lines is None:
             subject = Subject(self._models)
             resumes = self._steps > 0
-            if self._occupied() and not resumes:
+            if is_first_rank() and self._occupied() and not resumes:
                 raise RecordingError(
                     f"{self.folder} holds the run of another training; name a new folder, or, to go on with "
                     "that training, load its checkpoint before the first step"
@@ -316,7 +316,9 @@ def _kept(loss: Tensor) -> Tensor:
 
 def _check_told(loss: object, result: object) -> None:
     if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()):
-        got = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        got = (
+            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        )
         raise RecordingError(f"the loss must be a tensor with one real number, or None; got {got}")
     if result is not None and not isinstance(result, StepResult):
         raise RecordingError(

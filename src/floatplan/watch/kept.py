@@ -61,19 +61,19 @@ def cloned(value: Any) -> Any:
         copied = value.detach().clone()
         return copied.requires_grad_(value.requires_grad)
     if isinstance(value, MutableMapping):
-        copied = copy.copy(value)
+        tree: Any = copy.copy(value)
         for key, item in value.items():
-            copied[key] = cloned(item)
-        return copied
+            tree[key] = cloned(item)
+        return tree
     if type(value) in (list, tuple):
         return type(value)(cloned(item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(cloned, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
-        copied = copy.copy(value)
+        other: Any = copy.copy(value)
         for name, item in getattr(value, "__dict__", {}).items():
-            object.__setattr__(copied, name, cloned(item))
-        return copied
+            object.__setattr__(other, name, cloned(item))
+        return other
     return value
 
 

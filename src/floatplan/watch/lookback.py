@@ -152,6 +152,8 @@ class LookBack:
     def _looked(self, result: StepResult) -> Diagnosis | None:
         try:
             found = self.look(result.scale)
+            if found.is_healthy and FORWARD in result.reason:
+                found = replace(found, **_OF_SOME_LOSS)
         except Exception as error:  # the training goes on, whatever a model does when it runs once more
             LOG.warning("a step was skipped (%s), and could not be looked at again: %s", result.reason, error)
             return None
@@ -239,6 +241,8 @@ class LookBack:
         if found.is_healthy and bad is not None:
             found = bad
         notes = (*found.notes, *said, *again.notes(found.is_healthy))
+        if found.is_healthy and any(map(_is_replica, self._given)):
+            notes += ("Looked at was the part of the batch that this rank has; that of another may be bad.",)
         return replace(found, scale=scale, loss=loss, notes=notes)
 
 
@@ -297,7 +301,11 @@ class _Again:
 def _dense(tensor: Tensor) -> Tensor:
     """``tensor`` as real numbers in a strided tensor, with its graph."""
     if tensor.is_nested:
-        tensor = tensor.values() if tensor.layout is torch.jagged else torch.cat([*map(torch.flatten, tensor.unbind())])
+        tensor = (
+            tensor.values()
+            if tensor.layout is torch.jagged
+            else torch.cat([*map(torch.flatten, tensor.unbind())])
+        )
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -334,6 +342,16 @@ def _of_loss(loss: _Loss, precision: str, again: _Again) -> Diagnosis:
         "operator, closure being a function that returns the loss"
     )
     return Diagnosis(False, "", "", "loss", cause, fix, (), precision)
+
+
+_OF_SOME_LOSS: dict[str, Any] = {
+    "is_healthy": False,
+    "where": "loss",
+    "cause": "the loss is not finite, and the last forward of each model is fine; which loss is not known",
+    "fix": "look at other forwards of the step and at what is computed beside the models; "
+    "fp.Settings(diagnose=closure) names the operator, closure being a function that returns the loss",
+}
+"""Where several losses, or several forwards of a model, were part of a step."""
 
 
 def _bad_gradient(calls: Sequence[Call], precision: str, scale: float) -> Diagnosis | None:

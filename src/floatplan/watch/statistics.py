@@ -69,7 +69,7 @@ class Subject:
 
 def _can_be_counted(tensor: Tensor) -> bool:
     """Whether ``tensor`` holds numbers: no integers, and no parameter that a lazy module has not made yet."""
-    is_lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+    is_lazy = nn.parameter.is_lazy(tensor)
     return not is_lazy and is_number_format(tensor.dtype) and tensor.device.type != "meta"
 
 
@@ -160,7 +160,7 @@ class StepNumbers:
             return
         while self._running and self._running.pop() != name:
             pass  # left by an exception that the model caught
-        if not torch.is_grad_enabled() or _torch.is_transformed() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or _torch.is_transformed() or _torch.is_jit_tracing():
             return
         # The forward that a checkpoint runs again was met before, unless it ran without gradients.
         if not (in_backward and name in self._met):
@@ -186,7 +186,8 @@ class StepNumbers:
             self._guarded(self._histograms.add, ("gradient", name, gradient.dtype), gradient)
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        self._casts.note(self._running[-1] if self._running else "", tensor, dtype)
+        if not (is_looking() or _torch.is_jit_tracing()):
+            self._casts.note(self._running[-1] if self._running else "", tensor, dtype)
 
     def _wrap(self, name: str, module: nn.Module) -> None:
         """Look at what a compiled module returns, from outside of its graphs, which hooks are part of."""
