@@ -69,8 +69,10 @@ class Subject:
 
 def _can_be_counted(tensor: Tensor) -> bool:
     """Whether ``tensor`` holds numbers: no integers, and no parameter that a lazy module has not made yet."""
-    is_lazy = nn.parameter.is_lazy(tensor)
-    return not is_lazy and is_number_format(tensor.dtype) and tensor.device.type != "meta"
+    if nn.parameter.is_lazy(tensor) or not is_number_format(tensor.dtype):
+        return False
+    # A tensor of a class of its own may have its numbers elsewhere.
+    return not (tensor.device.type == "meta" and type(tensor) in (Tensor, nn.Parameter))
 
 
 def is_compiled(module: nn.Module) -> bool:
