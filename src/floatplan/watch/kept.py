@@ -39,7 +39,10 @@ class Call:
 
 def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Of the tensors among a call's arguments: a write to one moves it."""
-    return [_torch.version_of(tensor) for tensor in tensors_in((args, kwargs))]
+    try:
+        return [_torch.version_of(tensor) for tensor in tensors_in((args, kwargs))]
+    except RecursionError:  # a list that holds itself
+        return []
 
 
 def torch_random() -> dict[str, Any]:
