@@ -7,6 +7,7 @@ import dataclasses
 import io
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -68,19 +69,23 @@ class Keeps(Net):
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.seen, self.by_name = 0, [0], {"n": (torch.zeros(3),)}
-        self.hidden = torch.zeros(3)
+        self.hidden, self.count, self.drop = torch.zeros(3), Counter(calls=1), nn.Dropout(0.5)
+        self.array = numpy.zeros(3)
         self.generator = torch.Generator().manual_seed(3)
         self.numpy, self.python = numpy.random.default_rng(3), random.Random(3)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen.append(self.calls)
+        self.count["calls"] += 1
+        self.array += 1
+        self.drop.train(self.calls % 2 == 1)
         self.by_name["n"][0].add_(1)
         self.hidden = self.hidden + 1
         self.late = len(self.seen)
         drawn = torch.rand(3, generator=self.generator) + self.numpy.normal() + self.python.random()
-        state = self.hidden + self.by_name["n"][0] + self.late + self.calls
-        return super().forward(x) + 0.1 * (state + drawn)  # type: ignore[no-any-return]
+        state = self.hidden + self.by_name["n"][0] + self.late + self.calls + self.count["calls"]
+        return self.drop(super().forward(x) + 0.1 * (state + drawn) + self.array.sum())  # type: ignore[no-any-return]
 
 
 class Writes(Net):
@@ -103,6 +108,7 @@ def test_what_a_forward_writes_to_is_put_back(make: Callable[[], nn.Module]) -> 
     assert all(map(torch.equal, seen.parameters(), plain.parameters()))
     assert [result.grad_norm for result in results[3:]] == [result.grad_norm for result in others[3:]]
     assert set(vars(seen)) == set(vars(plain))
+    assert [module.training for module in seen.modules()] == [module.training for module in plain.modules()]
 
 
 def test_hooks_that_act_on_a_gradient_do_not_run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ class Attributes:
             self._known[id(value)] = value, value.get_state()
         elif isinstance(value, random.Random):
             self._known[id(value)] = value, value.getstate()
-        elif _is_numpy_generator(value):
+        elif _is_of_numpy(value, "ndarray"):
+            self._known[id(value)] = value, value.copy()
+        elif _is_of_numpy(value, "Generator"):
             self._known[id(value)] = value, copy.deepcopy(value.bit_generator.state)
-        elif isinstance(value, list | dict | set | deque):
+        elif type(value) in _CONTAINERS:  # others may refuse to be cleared
             self._known[id(value)] = value, copy.copy(value)
             for item in value.values() if isinstance(value, dict) else value:
                 self._keep(item)
@@ -62,7 +64,8 @@ class Attributes:
             _put_back(value, was)
 
 
-_OF_TORCH = frozenset(nn.Module().__dict__)
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 
 
 def _put_back(value: Any, before: Any) -> None:
@@ -77,6 +80,9 @@ def _put_back(value: Any, before: Any) -> None:
         value.setstate(before)
     elif isinstance(value, list):
         value[:] = before
+    elif _is_of_numpy(value, "ndarray"):
+        if value.flags.writeable:
+            value[...] = before
     elif isinstance(value, dict | set):
         value.clear()
         value.update(before)
@@ -87,9 +93,11 @@ def _put_back(value: Any, before: Any) -> None:
         value.bit_generator.state = before
 
 
-def _is_numpy_generator(value: Any) -> bool:
+def _is_of_numpy(value: Any, name: str) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.random.Generator)
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.ndarray if name == "ndarray" else numpy.random.Generator)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -98,7 +106,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 class Weights:
     """The parameters of a model as they are now: a forward may write to them, as embeddings with a largest
-    norm do. Those that are spread over ranks, or are not dense, are left out.
+    norm do. Those that are spread over ranks or shared with other processes, or are not dense, are left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,6 +116,7 @@ class Weights:
             if type(parameter.data) is Tensor
             and parameter.layout is torch.strided
             and not nn.parameter.is_lazy(parameter)
+            and not (parameter.device.type == "cpu" and parameter.is_shared())  # type: ignore[no-untyped-call]
         ]
         self._acts = [
             (hooks, dict(hooks)) for parameter in model.parameters() if (hooks := _torch.acts_of(parameter))

@@ -80,6 +80,24 @@ def cloned(value: Any) -> Any:
     return value
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor`` as real numbers in a strided tensor, with its graph."""
+    if tensor.is_nested:
+        tensor = (
+            tensor.values()
+            if tensor.layout is torch.jagged
+            else torch.cat([*map(torch.flatten, tensor.unbind())])
+        )
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """``tensor`` in float32; of complex numbers as it is."""
+    return tensor if tensor.is_complex() else tensor.float()
+
+
 def has_iterator(value: Any) -> bool:
     """Whether an argument is one that is used up when it is read, as a generator; at any depth."""
     if isinstance(value, dict | list | tuple):

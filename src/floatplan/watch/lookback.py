@@ -21,7 +21,16 @@ from floatplan.records import Diagnosis, StepResult
 from floatplan.scaling.evidence import FORWARD
 from floatplan.step.precision import Precision
 from floatplan.watch.diagnosis import Step, formats_in, kept_in_float32, kind_of, region_of
-from floatplan.watch.kept import Call, Following, cloned, floating, has_iterator, versions_of
+from floatplan.watch.kept import (
+    Call,
+    Following,
+    cloned,
+    dense,
+    floating,
+    has_iterator,
+    versions_of,
+    wide,
+)
 from floatplan.watch.tensors import format_name
 from floatplan.watch.untouched import untouched
 
@@ -66,8 +75,7 @@ class LookBack:
         self._suspects: list[Call] = []
         self._losses: tuple[Tensor, ...] = ()
         self._is_armed = self._is_looking = self._has_told = self._is_mid_step = False
-        self._steps = 0
-        self._last_look = -APART
+        self._steps, self._last_look = 0, -APART
         self._given = list(models)
         self._regions = 0
         self._follows = False
@@ -201,7 +209,7 @@ class LookBack:
         if call.gradients is not None:
             places = range(max(call.gradients, default=-1) + 1)
             known_ones = [call.gradients.get(place) for place in places]
-            gradients = [None if one is None else one.float() / scale for one in known_ones]
+            gradients = [None if one is None else wide(one) / scale for one in known_ones]
         plans = self._precision.plans(len(self._models))
         text = plans[number].text if plans else None
         if text is None:
@@ -264,10 +272,10 @@ class _Again:
         for call in self._calls:
             RandomStates().load_state_dict({**RandomStates().state_dict(), **call.random})
             result = self._models[call.number](*cloned(call.args), **cloned(call.kwargs))
-            for place, tensor in enumerate(map(_dense, floating(result))):
+            for place, tensor in enumerate(map(dense, floating(result))):
                 outputs.append(tensor)
                 known = (call.gradients or {}).get(place)
-                known = None if known is None else _dense(known)
+                known = None if known is None else dense(known)
                 fits = known is not None and known.shape == tensor.shape and bool(known.isfinite().all())
                 gradients.append(
                     known.to(tensor.dtype) if known is not None and fits else tensor.new_zeros(())
@@ -296,19 +304,6 @@ class _Again:
                     "Only the forward was looked at: gradients are kept from the first skipped step on."
                 )
         return tuple(dict.fromkeys(said))
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """``tensor`` as real numbers in a strided tensor, with its graph."""
-    if tensor.is_nested:
-        tensor = (
-            tensor.values()
-            if tensor.layout is torch.jagged
-            else torch.cat([*map(torch.flatten, tensor.unbind())])
-        )
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class _Begins(torch.autograd.Function):
