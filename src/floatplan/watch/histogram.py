@@ -82,7 +82,7 @@ def _keys(magnitudes: Tensor) -> Tensor:
     No boundary has more bits than that, so that "from this number on" and "after this number" are told apart.
     """
     bits = magnitudes.view(torch.int32)
-    return (bits >> 12).add_((bits + 0xFFF).bitwise_right_shift_(12))
+    return (bits >> 12).bitwise_left_shift_(1).add_((bits & 0xFFF) != 0)
 
 
 def _count(values: Tensor, rows: Tensor | None, counts: Tensor) -> None:
