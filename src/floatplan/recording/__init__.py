@@ -10,7 +10,6 @@ from torch import nn
 
 from floatplan.errors import RecordingError
 from floatplan.recording.recording import Recording
-from floatplan.report.live import view_for
 from floatplan.watch.steps import Sink
 from floatplan.watch.tensorboard import TensorBoard, check_tensorboard
 
@@ -84,6 +83,8 @@ def _sinks(
 
 
 def _view() -> Sink:
+    from floatplan.report.live import view_for  # and rich, which trainings that nobody looks at do without
+
     view = view_for()
     view.__enter__()
     return view

@@ -96,8 +96,8 @@ class LostShare:
 class ModuleRow:
     """All numbers of one kind in one module that lie in one format, over the recorded steps.
 
-    Gradients of skipped steps are left out: what overflowed there did so at a scale that was too large. So are
-    activations of steps whose batch or weights held what is not finite: that is no matter of formats.
+    Gradients of skipped steps are left out: what overflowed there did so at a scale that was too large. So
+    are activations of steps whose batch or weights held what is not finite: that is no matter of formats.
 
     Attributes:
         module: qualified name; "" is the model.
