@@ -83,6 +83,11 @@ class TrainedStep:
     backward_seconds: float | None = None
     step_seconds: float | None = None
 
+    @property
+    def blamed(self) -> str | None:
+        """`culprit`, where that says something: a loss that is not finite spoils the gradients of all."""
+        return None if "forward: " in self.reason else self.culprit
+
 
 @dataclass(frozen=True, slots=True)
 class NumbersRecord:
@@ -201,7 +206,7 @@ def scale_history(steps: Iterable[TrainedStep]) -> tuple[ScaleEvent, ...]:
     for one in steps:
         good = good + 1 if one.stepped else 0
         if not one.stepped:
-            found.append(ScaleEvent(one.step, "skip", one.scale, one.next_scale, one.reason, one.culprit))
+            found.append(ScaleEvent(one.step, "skip", one.scale, one.next_scale, one.reason, one.blamed))
         elif one.next_scale is not None and one.next_scale != one.scale:
             grew = one.next_scale > one.scale
             cause = f"{good} step{'s' if good > 1 else ''} in a row without overflow" if grew else one.reason

@@ -230,7 +230,7 @@ def worth_a_line(record: TrainingHeader | TrainingRecord) -> list[str]:
         in_format = f" in {record.precision}" if record.precision else ""
         return [f"{record.model}{in_format} on {record.device}{goes_on}"]
     if isinstance(record, TrainedStep) and not record.stepped:
-        culprit = f" ({record.culprit})" if record.culprit else ""
+        culprit = f" ({record.blamed})" if record.blamed else ""
         after = (
             ""
             if record.next_scale is None

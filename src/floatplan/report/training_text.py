@@ -8,12 +8,12 @@ from rich.table import Table
 
 from floatplan.records import ScaleEvent
 from floatplan.report.explanation import data_size
-from floatplan.report.numbers import MISSING, count, share, significant
+from floatplan.report.numbers import MISSING, count, share
 from floatplan.report.ranges import PHRASES, ModuleRow, by_risk, module_name, module_rows
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.timeline import cast_rows, scale_events, timed_parts
 from floatplan.report.training import TOPICS, about, title_of
-from floatplan.report.training_tables import NAMES, PARTS, milliseconds
+from floatplan.report.training_tables import NAMES, PARTS, largest_of, milliseconds
 from floatplan.report.verdict import verdict
 
 MOST_LINES = 30
@@ -31,7 +31,7 @@ def training_lines(run: TrainingRun) -> Iterator[str | Table]:
     for one in found.statements:
         yield f"- {TOPICS[one.topic]}: {one.text}"
     if found.plan:
-        yield "the plan that trains in fp16 all that has room in it:"
+        yield "the plan that trains in fp16 all that has room in it; fp.Amp takes it as fp.Plan.load(file):"
         yield from (f"    {line}" for line in found.plan.splitlines())
     if rows:
         yield risk_table(by_risk(rows, found.format), found.format)
@@ -61,7 +61,7 @@ def risk_table(rows: Sequence[ModuleRow], name: str) -> Table:
             NAMES[row.what],
             row.dtype,
             PHRASES[fit.risk],
-            significant(row.numbers.largest),
+            largest_of(row.numbers),
             MISSING if fit.room is None else f"{fit.room:.1f}",
             MISSING if fit.overflow is None else share(fit.overflow),
             MISSING if fit.underflow is None else share(fit.underflow),
