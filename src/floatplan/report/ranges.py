@@ -144,7 +144,9 @@ class ModuleRow:
         risk: Risk = "none"
         amount = 1 / (2 + max(room, 0.0)) if room is not None else 0.0
         if numbers.not_finite and FORMATS[name].max <= FORMATS[self.dtype].max:
-            risk, amount = "not finite", numbers.not_finite
+            # Those that overflow themselves stand before those that received it, however much.
+            is_cause = room is not None and room < NEAR
+            risk, amount = "not finite", (is_cause + numbers.not_finite) / 2
         elif overflow:
             risk, amount = "overflow", overflow
         elif room is not None and room < NEAR and self.what in ("activation", "weight"):
