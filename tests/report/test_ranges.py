@@ -94,6 +94,9 @@ def test_what_overflows_itself_stands_before_what_received_it() -> None:
     )
     run = TrainingRun(recorded().run.header, (), records)
     assert [row.module for row in by_risk(module_rows(run), "fp16")] == ["cause", "received"]
+    around = tuple(replace(records[1], name=name) for name in ("block", "block.cause"))
+    ordered = by_risk(module_rows(replace(run, numbers=around)), "fp16")
+    assert [row.module for row in ordered] == ["block.cause", "block"]
 
 
 def test_the_planted_risks_are_found() -> None:

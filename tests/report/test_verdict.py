@@ -175,7 +175,8 @@ def test_a_training_with_room_is_healthy() -> None:
     assert (found.level, found.plan) == ("good", "")
     assert found.headline.startswith("Healthy: nothing went wrong in 10 steps")
     assert found.headline.endswith("no recorded module is at risk in fp16.")
-    assert "1,000 in a, 6.0 powers of two below 65,504" in said(run, "overflow").text
+    text = said(run, "overflow").text
+    assert "recorded modules at step 1: the largest is 1,000 in a, 6.0 powers of two below 65,504" in text
     assert "none are subnormal" in said(run, "underflow").text
 
 
@@ -339,7 +340,11 @@ def test_skips_count_by_where_they_stand(stepped: tuple[bool, ...], level: str, 
     ("losses", "level", "words"),
     [
         ((1.0, 2.0), "note", "rose from 1.00 to 2.00"),
-        ((1.0, math.nan, 0.5), "note", "was not finite at 1 of 3 steps, first 2, and ends at 0.500"),
+        (
+            (1.0, math.nan, 0.5),
+            "note",
+            "was not finite at 1 of 3 steps, first 2, and ends at 0.500. fp.diagnose(",
+        ),
         ((1.0, math.inf), "bad", "ends at inf; it was not finite at 1 step, first 2"),
         ((math.nan,), "bad", "ends at nan; it was not finite at 1 step, first 1"),
     ],

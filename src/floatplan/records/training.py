@@ -122,7 +122,7 @@ class LostUpdates:
     Attributes:
         name: qualified name of the parameter.
         dtype: of the weights.
-        count: how many weights, of an even sample of large ones, had a gradient that is not 0.
+        count: how many weights, of an even sample of large ones, had a finite gradient but 0.
         lost: of those, how many did not change in their own format: the update rounded away.
         lost_in: format to how many would not have changed, had weights and result been rounded to it. Of a
             format as wide as the weights' or wider this is not told.

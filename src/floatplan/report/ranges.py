@@ -276,5 +276,5 @@ def judged_format(run: TrainingRun) -> str:
 
 
 def by_risk(rows: Iterable[ModuleRow], name: str) -> tuple[ModuleRow, ...]:
-    """Rows in order of their risk in a format, the largest first."""
-    return tuple(sorted(rows, key=lambda row: -row.fits[name].score))
+    """Rows in order of their risk in a format, the largest first; of the same, the innermost module."""
+    return tuple(sorted(rows, key=lambda row: (-row.fits[name].score, -len(row.module.split(".")))))

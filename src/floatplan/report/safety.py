@@ -42,7 +42,7 @@ def overflow_statements(run: TrainingRun, rows: Iterable[ModuleRow]) -> list[Sta
     elif near:
         found.append(_near(run, mine, near))
     elif not broken:
-        found.append(_all_fit(mine))
+        found.append(_all_fit(run, mine))
     return found
 
 
@@ -97,12 +97,14 @@ def _near(run: TrainingRun, rows: list[ModuleRow], near: list[ModuleRow]) -> Sta
     return Statement("note", "overflow", f"{worst.label} is near fp16's limit", text, modules)
 
 
-def _all_fit(rows: list[ModuleRow]) -> Statement:
+def _all_fit(run: TrainingRun, rows: list[ModuleRow]) -> Statement:
+    steps = {record.step for record in run.numbers}
+    when = f" at step {min(steps):,}" if len(steps) == 1 < len(run.steps) else ""
     worst = max(rows, key=lambda row: row.numbers.largest)
     modules = len({row.module for row in rows})
     room = f", {_room(worst)} below {count(LIMIT)}" if worst.numbers.largest else ""
     text = (
-        f"fp16 is wide enough for the activations of all {modules:,} recorded modules: the largest is "
+        f"fp16 is wide enough for the activations of all {modules:,} recorded modules{when}: the largest is "
         f"{significant(worst.numbers.largest)} in {worst.label}{room}."
     )
     return Statement("good", "overflow", "", text)

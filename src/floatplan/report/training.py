@@ -111,7 +111,7 @@ def said_part(found: Verdict) -> str:
         for one in sorted(found.statements, key=lambda one: ("bad", "note", "good").index(one.level))
     )
     plan = (
-        "<p>The plan that trains in fp16 all that has room in it ; fp.Amp takes it as fp.Plan.load(file):</p>"
+        "<p>The plan that trains in fp16 all that has room in it; fp.Amp takes it as fp.Plan.load(file):</p>"
         f"<pre>{escape(found.plan.rstrip())}</pre>"
         if found.plan
         else ""

@@ -135,8 +135,7 @@ def loss_statements(run: TrainingRun) -> list[Statement]:
                 f"The loss{whose} ends at {losses[-1]}; it was not finite at {len(bad):,} "
                 f"step{'s' if len(bad) > 1 else ''}, first {bad[0]:,}."
             )
-            if all(one.diagnosis.is_healthy for one in run.findings):
-                text += " fp.diagnose(model, closure, precision=...) says where that begins."
+            text += _who_says(run)
             found.append(Statement("bad", "loss", "the loss is not finite", text))
             continue
         ends = first_and_last(steps)
@@ -147,7 +146,7 @@ def loss_statements(run: TrainingRun) -> list[Statement]:
         if bad:
             text = (
                 f"The loss{whose} was not finite at {len(bad):,} of {len(losses):,} steps, first {bad[0]:,}, "
-                f"and ends at {significant(finite[-1])}."
+                f"and ends at {significant(finite[-1])}.{_who_says(run)}"
             )
             found.append(Statement("note", "loss", "some losses were not finite", text))
         elif last > first and place is None:
@@ -163,6 +162,13 @@ def loss_statements(run: TrainingRun) -> list[Statement]:
             )
             found.append(Statement("good", "loss", "", text))
     return found
+
+
+def _who_says(run: TrainingRun) -> str:
+    """What to ask why a loss is not finite; nothing where a finding says it."""
+    if not all(one.diagnosis.is_healthy for one in run.findings):
+        return ""
+    return " fp.diagnose(model, closure, precision=...) says where that begins."
 
 
 def scale_statements(run: TrainingRun) -> list[Statement]:
