@@ -54,6 +54,7 @@ def risk_table(rows: Sequence[ModuleRow], name: str) -> Table:
         ("module", "kind", "in", "risk", "largest", "room", "too large", "become 0", "zeros", "lost"),
         left=4,
     )
+    table.caption = f"in: the format in which the numbers lie; what follows: had they lain in {name}"
     for row in shown:
         fit, lost = row.fits[name], row.lost_in(name)
         table.add_row(
@@ -116,7 +117,7 @@ def time_table(run: TrainingRun) -> Table:
 
 
 def _table(title: str, columns: tuple[str, ...], left: int) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < left else "right", no_wrap=True)
     if left:
