@@ -79,9 +79,6 @@ def _stored(tensor: Tensor) -> Tensor:
 # --- Counting -------------------------------------------------------------------------------------------
 
 
-"""The bits of a NaN; there are larger ones, of which the sums below would overflow."""
-
-
 @functools.cache
 def _table(device: torch.device) -> Tensor:
     """From what `_keys` returns to bins: shape (2**20,), int16. Searching takes 5 times as long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -381,7 +382,7 @@ def _operators(loss: Tensor) -> tuple[str, ...]:
     found: list[str] = []
     node = loss.grad_fn
     while node is not None and len(found) < 6:
-        found.append(node.name().removesuffix("0").removesuffix("Backward"))
+        found.append(re.sub(r"Backward\d*$", "", node.name()))
         node = next((following for following, _ in node.next_functions if following is not None), None)
     return tuple(dict.fromkeys(found))
 
