@@ -312,6 +312,28 @@ def test_a_loop_with_a_scaler_of_its_own(tmp_path: Path) -> None:
     recording.step(loss)  # closed: nothing happens
 
 
+def test_a_loop_of_ones_own_that_goes_on(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for after in (0, 2):
+        with fp.record(tmp_path, model, every=2, after=after) as recording:
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4)).square().sum()
+                loss.backward()
+                optimizer.step()
+                recording.step(loss)
+    run = recorded(tmp_path)
+    assert [one.step for one in run.steps] == [1, 2, 3, 4, 5]
+    assert {one.step for one in run.numbers} == {1, 3, 5}
+    losses = [one.loss or 0.0 for one in run.steps]
+    assert losses == sorted(losses, reverse=True)
+    with pytest.raises(fp.RecordingError, match="after must be a count"):
+        fp.record(tmp_path, model, after=-1)
+    with pytest.raises(fp.RecordingError, match="of a loop without an Amp"):
+        fp.record(tmp_path, after=1)
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     for models in ([], [3], "model"):
         with pytest.raises(fp.RecordingError, match="must be a torch"):

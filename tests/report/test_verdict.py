@@ -14,7 +14,14 @@ from recorded import STEPS, Net, Recorded, recorded
 
 import floatplan as fp
 from floatplan.policy import ModuleRule, Plan
-from floatplan.records import FindingRecord, LostUpdates, NumbersKind, NumbersRecord, TrainedStep
+from floatplan.records import (
+    Diagnosis,
+    FindingRecord,
+    LostUpdates,
+    NumbersKind,
+    NumbersRecord,
+    TrainedStep,
+)
 from floatplan.report.numbers import share
 from floatplan.report.ranges import module_rows
 from floatplan.report.runfile import TrainingRun
@@ -270,6 +277,19 @@ def test_what_is_not_finite_in_bf16_is_no_matter_of_fp16() -> None:
     one = said(run, "overflow")
     assert (one.level, one.bf16) == ("bad", ())
     assert "50 % of the activations of a (bf16) are not finite, from step 3 on" in one.text
+
+
+def test_a_bad_batch_is_no_matter_of_formats() -> None:
+    numbers_of_both = (
+        numbers("activation", "a", [1.0, 2.0], step=1),
+        numbers("activation", "a", [math.nan, 1.0], step=3),
+    )
+    run = with_numbers(*numbers_of_both)
+    assert said(run, "overflow").level == "bad"
+    for where, level in (("input", "good"), ("weight", "good"), ("forward", "bad")):
+        found = Diagnosis(False, "a", "", where, "cause", "fix")  # type: ignore[arg-type]
+        with_finding = replace(run, findings=(FindingRecord(3, found),))
+        assert said(with_finding, "overflow").level == level
 
 
 def test_gradients_at_the_lower_end_of_fp16_get_a_scale_or_a_rule() -> None:

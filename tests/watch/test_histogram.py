@@ -103,7 +103,8 @@ def counted(tensor: torch.Tensor) -> Numbers:
     step = -(-array.size // SAMPLE) or 1
     while step > 1 and math.gcd(step, array.size) > 1:
         step += 1
-    places = numpy.searchsorted(boundaries(), array[::step], "right")
+    with numpy.errstate(invalid="ignore"):  # a NaN of another pattern
+        places = numpy.searchsorted(boundaries(), array[::step], "right")
     bins = numpy.bincount(numpy.where(numpy.isnan(array[::step]), BINS - 1, places), minlength=BINS)
     is_finite = bool(numpy.isfinite(array).all())
     among = array if is_finite else array[::step]

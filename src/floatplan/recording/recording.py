@@ -308,3 +308,10 @@ def _checked_every(every: object) -> int | None:
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return every
     raise RecordingError(f"every must be a count of steps of at least 1, or None, got {every!r}")
+
+
+def checked_after(after: object) -> int:
+    """Steps before the first, or RecordingError."""
+    if isinstance(after, int) and not isinstance(after, bool) and after >= 0:
+        return after
+    raise RecordingError(f"after must be a count of steps, got {after!r}")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from floatplan.checkpoint.bundle import write_bundle
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import Plan
 from floatplan.errors import StepError
@@ -177,6 +176,8 @@ class LookBack:
             StepError: nothing was kept of that model.
             BundleError: the folder is there already, or cannot be written.
         """
+        from floatplan.checkpoint.bundle import write_bundle  # and safetensors, which no step needs
+
         call = next((call for call in self._following.calls() if call.number == number), None)
         if call is None:
             known = ", ".join(str(one.number) for one in self._following.calls()) or "none"
