@@ -55,6 +55,17 @@ def test_public_names() -> None:
         fp.autocats  # noqa: B018
 
 
+def test_a_training_needs_torch_alone() -> None:
+    script = (
+        "import sys, torch, floatplan as fp\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "amp = fp.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), 'bf16')\n"
+        "others = {'rich', 'typer', 'plotly', 'safetensors', 'sklearn', 'tomli'}\n"
+        "assert not others & set(sys.modules), others & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+
+
 def test_import_needs_no_torch() -> None:
     script = (
         "import sys, floatplan; assert 'torch' not in sys.modules; "

@@ -190,6 +190,16 @@ def test_a_resumed_training_goes_on_in_its_folder(tmp_path: Path) -> None:
     assert (run.steps[3].loss or 0) > 1.5 * (run.steps[2].loss or 0)
 
 
+def test_a_training_that_runs_can_be_read_up_to_a_few_seconds_ago(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with fp.record(tmp_path, model, every=1000) as recording:
+        for steps_read in (1, 1, 1, 4):  # the first has numbers, and is written at once
+            if steps_read == 4:
+                recording._lines._flushed -= 10.0
+            recording.step(model(torch.ones(1, 2)).sum())
+            assert len(recorded(tmp_path).steps) == steps_read
+
+
 def test_a_training_from_the_start_does_not_write_into_another_run(tmp_path: Path) -> None:
     train(fp.record(tmp_path), steps=1)
     before = (tmp_path / "run.jsonl").read_bytes()
@@ -300,6 +310,28 @@ def test_a_loop_with_a_scaler_of_its_own(tmp_path: Path) -> None:
     assert sum(one.count for one in run.casts if one.step == 1) > 0
     assert not any(module._forward_hooks for module in model.modules())
     recording.step(loss)  # closed: nothing happens
+
+
+def test_a_loop_of_ones_own_that_goes_on(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for after in (0, 2):
+        with fp.record(tmp_path, model, every=2, after=after) as recording:
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4)).square().sum()
+                loss.backward()
+                optimizer.step()
+                recording.step(loss)
+    run = recorded(tmp_path)
+    assert [one.step for one in run.steps] == [1, 2, 3, 4, 5]
+    assert {one.step for one in run.numbers} == {1, 3, 5}
+    losses = [one.loss or 0.0 for one in run.steps]
+    assert losses == sorted(losses, reverse=True)
+    with pytest.raises(fp.RecordingError, match="after must be a count"):
+        fp.record(tmp_path, model, after=-1)
+    with pytest.raises(fp.RecordingError, match="of a loop without an Amp"):
+        fp.record(tmp_path, after=1)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from floatplan._version import __version__
@@ -161,6 +158,9 @@ def write_bundle(
 
 
 def _write(target: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError  # which trainings do without
+    from safetensors.torch import save_file
+
     # A folder that is there and empty would be replaced without a word.
     if os.path.lexists(target):
         raise BundleError(f"cannot write a bundle to {target}: it is there already; name a new folder")
@@ -219,6 +219,9 @@ def read_bundle(folder: str | os.PathLike[str]) -> Bundle:
     Raises:
         BundleError: there is none, it cannot be read, was cut off or changed, or is of a newer floatplan.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
     path = Path(folder)
     try:
         text = (path / BUNDLE_FILE).read_bytes()

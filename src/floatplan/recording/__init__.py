@@ -9,8 +9,7 @@ from functools import partial
 from torch import nn
 
 from floatplan.errors import RecordingError
-from floatplan.recording.recording import Recording
-from floatplan.report.live import view_for
+from floatplan.recording.recording import Recording, checked_after
 from floatplan.watch.steps import Sink
 from floatplan.watch.tensorboard import TensorBoard, check_tensorboard
 
@@ -23,6 +22,7 @@ def record(
     *,
     every: int | None = None,
     precision: str = "",
+    after: int = 0,
     live: bool = False,
     tensorboard: bool | str | os.PathLike[str] = False,
 ) -> Recording:
@@ -52,6 +52,8 @@ def record(
         models: those of a loop without an Amp.
         every: steps from one count of numbers to the next, whatever it costs.
         precision: of a loop without an Amp, for the report.
+        after: steps before the first, of a loop without an Amp that goes on from a checkpoint. (An Amp keeps
+            them in its state.)
         live: show the course of the training on standard output: a line that moves in a terminal, else lines.
         tensorboard: write for TensorBoard, too: True for the folder, or another folder.
 
@@ -66,7 +68,10 @@ def record(
         found = [models] if isinstance(models, nn.Module) else list(models)
         if not found or not all(isinstance(model, nn.Module) for model in found):
             raise RecordingError(f"models must be a torch.nn.Module or several, got {models!r}")
+        recording.go_on_after(checked_after(after))
         recording.attach(found, precision, 1, own=True)
+    elif after:
+        raise RecordingError("after= is of a loop without an Amp, whose models are given, too")
     return recording
 
 
@@ -84,6 +89,8 @@ def _sinks(
 
 
 def _view() -> Sink:
+    from floatplan.report.live import view_for  # and rich, which trainings that nobody looks at do without
+
     view = view_for()
     view.__enter__()
     return view

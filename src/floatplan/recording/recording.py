@@ -33,6 +33,8 @@ from floatplan.watch.steps import MOST_PENDING, Lines, RecordedStep, Sink, Timed
 
 LIVE_SECONDS = 0.5
 """After which a live view is told of steps."""
+FILE_SECONDS = 10.0
+"""After which steps are written: what a report of a training that runs, or was killed, may lack."""
 
 
 class Recording:
@@ -210,7 +212,8 @@ class Recording:
         lines.pending.append(step)
         if step.numbers is not None:
             step.numbers.close()
-        is_full = len(lines.pending) >= MOST_PENDING or (self.is_live and lines.is_late(LIVE_SECONDS))
+        is_late = lines.is_late(LIVE_SECONDS if self.is_live else FILE_SECONDS)
+        is_full = is_late or len(lines.pending) >= MOST_PENDING
         if step.numbers is not None or refused or is_full:
             lines.flush()
         if step.numbers is not None:
@@ -332,3 +335,10 @@ def _checked_every(every: object) -> int | None:
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return every
     raise RecordingError(f"every must be a count of steps of at least 1, or None, got {every!r}")
+
+
+def checked_after(after: object) -> int:
+    """Steps before the first, or RecordingError."""
+    if isinstance(after, int) and not isinstance(after, bool) and after >= 0:
+        return after
+    raise RecordingError(f"after must be a count of steps, got {after!r}")

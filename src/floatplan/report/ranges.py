@@ -49,6 +49,8 @@ PHRASES: dict[Risk, str] = {
 }
 """The worst first."""
 _OF_GRADIENTS = ("gradient", "weight gradient")
+_GIVEN = ("input", "weight")
+"""Where a value comes from that a forward hands on: what it did to activations says nothing of formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ class LostShare:
 class ModuleRow:
     """All numbers of one kind in one module that lie in one format, over the recorded steps.
 
-    Gradients of skipped steps are left out: what overflowed there did so at a scale that was too large.
+    Gradients of skipped steps are left out: what overflowed there did so at a scale that was too large. So
+    are activations of steps whose batch or weights held what is not finite: that is no matter of formats.
 
     Attributes:
         module: qualified name; "" is the model.
@@ -144,7 +147,9 @@ class ModuleRow:
         risk: Risk = "none"
         amount = 1 / (2 + max(room, 0.0)) if room is not None else 0.0
         if numbers.not_finite and FORMATS[name].max <= FORMATS[self.dtype].max:
-            risk, amount = "not finite", numbers.not_finite
+            # Those that overflow themselves stand before those that received it, however much.
+            is_cause = room is not None and room < NEAR
+            risk, amount = "not finite", (is_cause + numbers.not_finite) / 2
         elif overflow:
             risk, amount = "overflow", overflow
         elif room is not None and room < NEAR and self.what in ("activation", "weight"):
@@ -212,9 +217,11 @@ def module_name(module: str) -> str:
 def module_rows(run: TrainingRun) -> tuple[ModuleRow, ...]:
     """A row per module, kind and format: in the order of kinds, and in it that of the model."""
     skipped = {one.step for one in run.steps if not one.stepped}
+    given = {one.step for one in run.findings if one.diagnosis.where in _GIVEN}
     groups: dict[tuple[NumbersKind, str, str], list[NumbersRecord]] = {}
     for record in run.numbers:
-        if not (record.what in _OF_GRADIENTS and record.step in skipped):
+        is_given = record.what == "activation" and record.step in given
+        if not is_given and not (record.what in _OF_GRADIENTS and record.step in skipped):
             groups.setdefault((record.what, record.module, record.dtype), []).append(record)
     lost = lost_shares(run.lost)
     order = {name: place for place, name in enumerate(run.header.modules)}
@@ -274,5 +281,5 @@ def judged_format(run: TrainingRun) -> str:
 
 
 def by_risk(rows: Iterable[ModuleRow], name: str) -> tuple[ModuleRow, ...]:
-    """Rows in order of their risk in a format, the largest first."""
-    return tuple(sorted(rows, key=lambda row: -row.fits[name].score))
+    """Rows in order of their risk in a format, the largest first; of the same, the innermost module."""
+    return tuple(sorted(rows, key=lambda row: (-row.fits[name].score, -len(row.module.split(".")))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from floatplan.checkpoint.bundle import write_bundle
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import Plan
 from floatplan.errors import StepError
@@ -196,6 +196,8 @@ class LookBack:
             StepError: nothing was kept of that model.
             BundleError: the folder is there already, or cannot be written.
         """
+        from floatplan.checkpoint.bundle import write_bundle  # and safetensors, which no step needs
+
         call = next((call for call in self._following.calls() if call.number == number), None)
         if call is None:
             known = ", ".join(str(one.number) for one in self._following.calls()) or "none"
@@ -375,7 +377,7 @@ def _operators(loss: Tensor) -> tuple[str, ...]:
     found: list[str] = []
     node = loss.grad_fn
     while node is not None and len(found) < 6:
-        found.append(node.name().removesuffix("0").removesuffix("Backward"))
+        found.append(re.sub(r"Backward\d*$", "", node.name()))
         node = next((following for following, _ in node.next_functions if following is not None), None)
     return tuple(dict.fromkeys(found))
 

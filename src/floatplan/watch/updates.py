@@ -90,7 +90,9 @@ class Updates:
         wide = dtype if dtype.itemsize >= 4 else torch.float32
         old = _joined([one.before for one in group])
         new = _joined([one.now() for one in group])
-        present = _joined([one.gradient() for one in group]) != 0
+        gradient = _joined([one.gradient() for one in group])
+        # What is not finite is refused, by a scaler that tells nothing, too: no rounding took that.
+        present = (gradient != 0) & gradient.isfinite()
         update = new.to(wide) - old.to(wide)
         masks = [present, present & (new == old)]
         for format in NARROWER[dtype]:
