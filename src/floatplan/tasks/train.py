@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -82,15 +82,25 @@ class Setup:
     @staticmethod
     def of(task: Task, row: Row, device: torch.device, model: nn.Module) -> Setup:
         """Optimizer and scaler made afresh around ``model``."""
-        optimizer = task.optimizer(model.parameters())
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"the task's optimizer gave a {type(optimizer).__name__}; give a function of the parameters, "
-                "as lambda p: torch.optim.SGD(p, lr=0.1)"
-            )
+        optimizer = optimizer_of(task, model)
         rates = tuple(group["lr"] for group in optimizer.param_groups)
         scaler, amp = make_scaler(row, device.type), make_amp(row, model, optimizer)
         return Setup(task, row, device, model, optimizer, scaler, amp, rates)
+
+
+def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's optimizer over the parameters of ``model``.
+
+    Raises:
+        TaskError: it is none.
+    """
+    optimizer = task.optimizer(model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(
+            f"the task's optimizer gave a {type(optimizer).__name__}; give a function of the parameters, "
+            "as lambda p: torch.optim.SGD(p, lr=0.1)"
+        )
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -225,13 +235,22 @@ def train_step(setup: Setup, batch: Any) -> _Step:
 
 def evaluate(setup: Setup) -> float | None:
     """The accuracy of the task, in the precision of the training; None for a task that has none."""
-    if setup.task.evaluate is None:
-        return None
-    training = {module: module.training for module in setup.model.modules()}
-    setup.model.eval()
     around = region(setup.row, setup.device.type) if setup.amp is None else setup.amp.autocast()
+    return accuracy_of(setup.task, setup.model, around)
+
+
+def accuracy_of(task: Task, model: nn.Module, around: AbstractContextManager[Any]) -> float | None:
+    """What the task's ``evaluate`` says of ``model`` in a region; None for a task that has none.
+
+    Raises:
+        TaskError: it is no share.
+    """
+    if task.evaluate is None:
+        return None
+    training = {module: module.training for module in model.modules()}
+    model.eval()
     with torch.no_grad(), around:
-        accuracy = float(setup.task.evaluate(setup.model))
+        accuracy = float(task.evaluate(model))
     for module, was in training.items():
         module.training = was
     if not 0 <= accuracy <= 1:
