@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -34,6 +34,7 @@ from floatplan.tasks.batches import (
     random_states_kept,
     seed_all,
 )
+from floatplan.tasks.function import loss_of
 from floatplan.tasks.memory import meter_for
 from floatplan.tasks.registry import recipe_named
 from floatplan.tasks.rows import Row, Scaler, make_amp, make_scaler, notes_on, region, row_named
@@ -262,18 +263,41 @@ def accuracy_of(task: Task, model: nn.Module, around: AbstractContextManager[Any
 
 def warm_up(setup: Setup, batches: Batches) -> None:
     """Pay the costs of first calls on a copy that is thrown away: two steps, then one of each other size."""
-    try:
-        model = copy.deepcopy(setup.model)
-    except Exception as error:
-        raise TaskError(
-            f"the task's model cannot be copied, which the warm-up does: {type(error).__name__}: {error}"
-        ) from error
+    model = copy_of(setup.model)
     spare = Setup.of(setup.task, setup.row, setup.device, model)
     first, *others = batches.samples()
     with random_states_kept():
         for batch in (first, first, *others):
             train_step(spare, batch)
-    if any(parameter.grad is not None for parameter in setup.model.parameters()):
+    check_was_left(setup.model)
+
+
+def check_trainable(name: str, task: Task, batch: Any) -> None:
+    """Try forward and backward on a copy of the task's model, in float32; draws nothing.
+
+    Raises:
+        TaskError: the model cannot be copied, or the loss raised, is not one number with a graph, or is of
+            another model than it is given.
+    """
+    model = copy_of(task.model)
+    with random_states_kept():
+        loss_of(name, replace(task, model=model), batch).backward()  # type: ignore[no-untyped-call]
+    check_was_left(task.model)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Raises TaskError where it cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise TaskError(
+            f"the task's model cannot be copied, which the warm-up does: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_was_left(model: nn.Module) -> None:
+    """Raises TaskError where a loss that was given a copy of ``model`` has trained it."""
+    if any(parameter.grad is not None for parameter in model.parameters()):
         raise TaskError(
             "the task's loss was given one model and trained another; write it as a function of its "
             "first argument, as lambda model, batch: F.mse_loss(model(batch[0]), batch[1])"
