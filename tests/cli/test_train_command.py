@@ -222,16 +222,20 @@ def test_a_failed_evaluation_is_one_line_and_status_1(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_wish_and_the_second_one_acts_as_ever(number: signal.Signals) -> None:
+def test_the_first_signal_is_a_wish_and_a_later_one_acts_as_ever(number: signal.Signals) -> None:
     seen: list[int] = []
     before = signal.signal(number, lambda got, frame: seen.append(got))
     try:
-        with StopWish() as wish:
+        with StopWish(patience=0) as wish:
             assert wish.signal is None
             os.kill(os.getpid(), number)
             assert (wish.signal, seen) == (number, [])
             os.kill(os.getpid(), number)
             assert seen == [number]
+        with StopWish(patience=3600) as wish:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+            assert (wish.signal, seen) == (number, [number])
         os.kill(os.getpid(), number)
         assert seen == [number] * 2
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from floatplan.checkpoint import ResumableLoader
 from floatplan.errors import DataError
 from floatplan.records import EpochRecord, StepRecord
 from floatplan.tasks import DataSource, Ingredients, Job, Task, recipe_named, train
@@ -101,3 +102,18 @@ def test_too_little_text_and_no_folder_are_told(tmp_path: Path) -> None:
         made(folder_of(tmp_path, x=b"four"))
     with pytest.raises(DataError, match="does not exist; name one that holds text files"):
         made(DataSource(tmp_path / "none"))
+
+
+def test_windows_go_on_in_the_middle_of_a_pass_and_after_it() -> None:
+    text = torch.randint(256, (3000,), dtype=torch.uint8)
+    loader = ResumableLoader(Windows(text, 1024, seed=1))
+    list(loader)
+    between = loader.state_dict()
+    running = iter(loader)
+    first = next(running)
+    state, (second,) = loader.state_dict(), list(running)
+    other = ResumableLoader(Windows(text, 1024, seed=2))
+    other.load_state_dict(state)
+    assert all(map(torch.equal, next(iter(other)), second))
+    other.load_state_dict(between)
+    assert all(map(torch.equal, next(iter(other)), first))

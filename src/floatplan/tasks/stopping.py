@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -12,15 +13,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopWish:
-    """In its context the first SIGINT or SIGTERM is noted; the next one acts as it did before.
+    """In its context the first SIGINT or SIGTERM is noted; a further one acts as it did before.
 
     Outside of the main thread, where Python sets no handlers, nothing changes.
+
+    Args:
+        patience: seconds after the first one within which more of them are the same wish: a Ctrl-C reaches a
+            process twice where what started it (``timeout``, for one) passes it on.
 
     Attributes:
         signal: the one that came; None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 1.0) -> None:
+        self._patience, self._came = patience, 0.0
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
@@ -42,8 +48,11 @@ class StopWish:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self.signal = signal.Signals(number)
-        self._put_back()
+        if self.signal is None:
+            self.signal, self._came = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._came >= self._patience:
+            self._put_back()
+            os.kill(self._process, number)
 
     def _put_back(self) -> None:
         for one, handler in self._before.items():
