@@ -138,6 +138,29 @@ def test_a_checkpoint_comes_every_so_many_steps(tmp_path: Path, capfd: pytest.Ca
     assert len(steps_of(folder)) == 3
 
 
+def test_killed_outright_it_goes_on_from_the_last_checkpoint_and_its_recording_is_whole(
+    tmp_path: Path,
+) -> None:
+    """Lines of steps wait to be written together, but not longer than to the next checkpoint."""
+    folder = tmp_path / "run"
+    options = ["--task", f"{TASK}:make", "--steps", "6", "--checkpoint-every", "3", "--quiet"]
+    killed = floatplan(*options, "--out", str(folder), STOP_AT="6", STOP_BY="SIGKILL")
+    assert (killed.returncode, killed.stderr) == (-signal.SIGKILL, "")
+    assert [step for step, *_ in steps_of(folder)] == [1, 2, 3]
+    assert run(["train", "--resume", "--out", str(folder), "--quiet"]) == 0
+    assert [step for step, *_ in steps_of(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_how_often_it_is_evaluated_changes_nothing(tmp_path: Path) -> None:
+    """The evaluation of this task draws noise."""
+    common = ["--task", f"{TASK}:make", "--precision", "bf16", "--steps", "5", "--no-record", "--quiet"]
+    for every in ("1", "5"):
+        assert run(["train", *common, "--evaluate-every", every, "--out", str(tmp_path / every)]) == 0
+    assert differing(tmp_path / "1", tmp_path / "5") == ["progress", "options"]
+    found = fp.load(tmp_path / "1" / "checkpoint.pt")["progress"]["evaluations"]
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5]
+
+
 def test_a_plan_is_kept_with_the_training(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('[default]\nprecision = "bf16"\n')
