@@ -212,6 +212,19 @@ def test_a_mistake_is_one_line_and_status_2_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_is_told_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for more in ([], ["--no-record"]):
+        out = str(tmp_path / "file" / "run")
+        assert run(["train", "--task", "digits-linear", *more, "--out", out]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "file" in captured.err
+        assert "choose another" in captured.err
+
+
 def test_going_on_with_another_training_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from floatplan.checkpoint import ResumableLoader, load, save
 from floatplan.engine import precision_notes
-from floatplan.errors import CheckpointMissingError, DataError, DeviceError, TaskError
+from floatplan.errors import CheckpointMissingError, DataError, DeviceError, RunFolderError, TaskError
 from floatplan.loop import Amp
 from floatplan.recording import Recording
 from floatplan.records import StepResult
@@ -36,7 +38,7 @@ CHECKPOINT_FILE = "checkpoint.pt"
 
 
 class Training:
-    """A training that is ready to run; nothing is written yet.
+    """A training that is ready to run: its folder is there, and nothing is written yet.
 
     Args:
         options: with their defaults.
@@ -90,6 +92,17 @@ class Training:
         self._make_amp()
         if resume:
             self._load()
+        self._make_folder()
+
+    def _make_folder(self) -> None:
+        """Now, and not after hours of training, it shows whether there can be one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            why = "" if os.access(self.folder, os.W_OK) else os.strerror(errno.EACCES)
+        except OSError as error:
+            why = str(error.strerror)
+        if why:
+            raise RunFolderError(f"cannot write a run folder at {self.folder}: {why}; choose another")
 
     def _resumed(self, asked: TrainingOptions) -> TrainingOptions:
         try:
