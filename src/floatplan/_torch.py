@@ -263,6 +263,11 @@ def is_traced() -> bool:
     )
 
 
+def is_jit_tracing() -> bool:
+    """Whether ``torch.jit.trace`` takes down what this thread calls: sizes are tensors then."""
+    return torch._C._get_tracing_state() is not None
+
+
 # --- Watching -----------------------------------------------------------------------------------------
 
 
@@ -343,6 +348,20 @@ def remove_forward_hook(handle: Any) -> None:
     torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
+# --- Tensors ------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to; -1 of one of inference mode, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has a shape and no numbers, as of a module that is traced."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
 # --- Hooks ----------------------------------------------------------------------------------------------
 
 
@@ -352,6 +371,12 @@ def pre_hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any
     For hooks that come and go with each step: ``register_forward_pre_hook`` and its handle take 20 us.
     """
     return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
+def acts_of(parameter: torch.Tensor) -> dict[Any, Any] | None:
+    """Hooks that run when a backward has added to the gradient of ``parameter``; None if there never were."""
+    hooks: dict[Any, Any] | None = parameter._post_accumulate_grad_hooks
+    return hooks
 
 
 # --- Buffers ------------------------------------------------------------------------------------------

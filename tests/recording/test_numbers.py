@@ -159,6 +159,18 @@ def test_updates_of_weights_in_bf16_are_lost_in_their_own_format(tmp_path: Path)
     assert found.share == 1.0
 
 
+def test_weights_that_a_scaler_of_torch_left_alone_lost_no_update(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    with fp.record(tmp_path, model) as recording:
+        loss = model(torch.full((1, 2), torch.nan)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        recording.step(loss)
+    (found,) = recorded(tmp_path).lost
+    assert (found.count, found.lost) == (0, 0)
+
+
 def test_gradients_of_scaled_and_accumulated_losses_are_unscaled(tmp_path: Path) -> None:
     def unscaled(folder: Path, precision: str, **options: Any) -> dict[str, NumbersRecord]:
         train(fp.record(folder, every=2), precision, steps=1, **options)

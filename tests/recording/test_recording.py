@@ -190,6 +190,16 @@ def test_a_resumed_training_goes_on_in_its_folder(tmp_path: Path) -> None:
     assert (run.steps[3].loss or 0) > 1.5 * (run.steps[2].loss or 0)
 
 
+def test_a_training_that_runs_can_be_read_up_to_a_few_seconds_ago(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with fp.record(tmp_path, model, every=1000) as recording:
+        for steps_read in (1, 1, 1, 4):  # the first has numbers, and is written at once
+            if steps_read == 4:
+                recording._lines._flushed -= 10.0
+            recording.step(model(torch.ones(1, 2)).sum())
+            assert len(recorded(tmp_path).steps) == steps_read
+
+
 def test_a_training_from_the_start_does_not_write_into_another_run(tmp_path: Path) -> None:
     train(fp.record(tmp_path), steps=1)
     before = (tmp_path / "run.jsonl").read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from recorded import STEPS, recorded
@@ -14,8 +15,8 @@ from floatplan.records import TrainedStep, TrainingHeader
 from floatplan.report.live import Course, LiveLine, PlainLines, view_for
 
 
-def console(terminal: bool) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=300, color_system=None)
+def console(terminal: bool, width: int = 300) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
 
 
 def printed(where: Console) -> str:
@@ -121,3 +122,14 @@ def test_a_training_that_goes_on_says_from_where() -> None:
     with PlainLines(where) as view:
         view.write(again)
     assert printed(where) == "Net in fp16 on cpu, from step 40 on\n"
+
+
+def test_a_narrow_terminal_cuts_the_end_and_not_the_step() -> None:
+    where = console(terminal=True, width=60)
+    with LiveLine(where) as view:
+        view.write(recorded().run.header)
+        view.write(replace(step(12345), grad_norm=1.0, scale=65536.0))
+        view.flush()
+    last = printed(where).strip().splitlines()[-1]
+    assert last.startswith("step 12,345  ")
+    assert "loss 0.500" in last

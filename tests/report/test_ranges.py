@@ -86,6 +86,19 @@ def test_what_is_not_finite_in_fp16_may_have_fitted_a_wider_format() -> None:
     assert row.fits["fp8_e5m2"].risk == "not finite"
 
 
+def test_what_overflows_itself_stands_before_what_received_it() -> None:
+    values = {"received": [math.nan, math.nan], "cause": [math.inf, 6e4, 1.0, 1.0]}
+    records = tuple(
+        NumbersRecord(1, "activation", name, "fp16", 1.0, numbers_of(torch.tensor(numbers)))
+        for name, numbers in values.items()
+    )
+    run = TrainingRun(recorded().run.header, (), records)
+    assert [row.module for row in by_risk(module_rows(run), "fp16")] == ["cause", "received"]
+    around = tuple(replace(records[1], name=name) for name in ("block", "block.cause"))
+    ordered = by_risk(module_rows(replace(run, numbers=around)), "fp16")
+    assert [row.module for row in ordered] == ["block.cause", "block"]
+
+
 def test_the_planted_risks_are_found() -> None:
     assert row_of("hot", "activation").fits["fp16"].risk == "not finite"
     assert row_of("wide", "activation").fits["fp16"].risk == "overflow"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,3 +161,12 @@ def test_the_schema_is_pinned() -> None:
             "notes",
         ),
     }
+
+
+def test_a_folder_of_runs_is_told_the_runs_in_it(tmp_path: Path) -> None:
+    for name in ("y", "x", "empty"):
+        (tmp_path / name).mkdir()
+        if name != "empty":
+            (tmp_path / name / RUN_FILE).touch()
+    with pytest.raises(RunFolderError, match=re.escape(f", such as {tmp_path / 'x'} and {tmp_path / 'y'}")):
+        read_run(tmp_path)

@@ -131,7 +131,7 @@ FP32 = training("fp32", 0, rate=100, accuracy=0.98)
         ),
         (
             training("fp16-unscaled", 0, rate=200, accuracy=0.1, loss=math.nan),
-            "fp32 runs at 100 examples per second here. fp16-unscaled did not train: its loss is not finite.",
+            "fp16-unscaled did not train: its loss is not finite. fp32 runs at 100 examples per second here.",
         ),
     ],
 )

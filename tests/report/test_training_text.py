@@ -13,8 +13,8 @@ from recorded import EVERY, STEPS, recorded
 from rich.console import Console
 from rich.table import Table
 
-from floatplan.records import WeightsRecord
-from floatplan.records.numbers import WHAT_IF
+from floatplan.records import Numbers, NumbersRecord, WeightsRecord
+from floatplan.records.numbers import WHAT_IF, boundaries
 from floatplan.report.comparison_json import comparison_json
 from floatplan.report.lines import parse_line
 from floatplan.report.runfile import TrainingRun, collect_training
@@ -55,6 +55,34 @@ def _kib() -> str:
     cast = [pair for named in recorded().casts.values() for pairs in named.values() for pair in pairs]
     size = sum(source.nbytes + target.nbytes for source, target in cast) / len(recorded().casts)
     return f"{size / 1024:.3g} KiB"
+
+
+def test_numbers_of_one_step_are_not_said_of_the_training() -> None:
+    run = recorded().run
+    one = replace(run, numbers=tuple(record for record in run.numbers if record.step == 1))
+    assert "recorded at step 1 alone" in text(one)
+    assert "every=" in text(one)
+    assert "alone" not in text(run)
+
+
+def test_a_loop_that_tells_no_parts_of_a_step_has_its_time_alone() -> None:
+    run = recorded().run
+    untold = {"forward_seconds": None, "backward_seconds": None, "step_seconds": None}
+    plain = replace(run, steps=tuple(replace(one, **untold) for one in run.steps))
+    assert "the whole step" in text(plain)
+    assert "rest: data" in text(run)
+    assert "rest: data" not in text(plain)
+
+
+def test_where_nothing_is_finite_there_is_no_largest() -> None:
+    bins = numpy.zeros(len(boundaries()) + 1, dtype=int)
+    bins[-1] = 4
+    nowhere = NumbersRecord(1, "activation", "hot", "fp16", 1.0, Numbers(tuple(bins), 0.0, 4, False))
+    (table,) = (
+        line for line in lines(TrainingRun(recorded().run.header, (), (nowhere,))) if isinstance(line, Table)
+    )
+    largest = next(column for column in table.columns if column.header == "largest")
+    assert list(largest.cells) == ["-"]
 
 
 def test_only_what_was_recorded_is_in_the_text() -> None:

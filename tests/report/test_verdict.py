@@ -13,7 +13,7 @@ import torch
 from recorded import STEPS, Net, Recorded, recorded
 
 import floatplan as fp
-from floatplan.policy import Plan
+from floatplan.policy import ModuleRule, Plan
 from floatplan.records import (
     Diagnosis,
     FindingRecord,
@@ -27,6 +27,7 @@ from floatplan.report.ranges import module_rows
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.safety import at_scale, innermost, largest_scale
 from floatplan.report.statement import Statement, listed
+from floatplan.report.timeline import scale_events
 from floatplan.report.verdict import safety_grid, verdict
 from floatplan.watch.histogram import numbers_of
 
@@ -181,7 +182,8 @@ def test_a_training_with_room_is_healthy() -> None:
     assert (found.level, found.plan) == ("good", "")
     assert found.headline.startswith("Healthy: nothing went wrong in 10 steps")
     assert found.headline.endswith("no recorded module is at risk in fp16.")
-    assert "1,000 in a, 6.0 powers of two below 65,504" in said(run, "overflow").text
+    text = said(run, "overflow").text
+    assert "recorded modules at step 1: the largest is 1,000 in a, 6.0 powers of two below 65,504" in text
     assert "none are subnormal" in said(run, "underflow").text
 
 
@@ -196,7 +198,8 @@ def test_a_precision_that_nothing_ran_in_is_told() -> None:
     nowhere = with_numbers(numbers("activation", "a", [1.0], "fp32"))
     one = said(nowhere, "precision")
     assert one.level == "note"
-    assert one.text == "fp16 was asked for, and no recorded module returned it: 1 returned fp32."
+    assert one.text.startswith("fp16 was asked for, and no recorded module returned it: 1 returned fp32.")
+    assert "fp.Settings(policy=fp.Policy.unified(slow_kernels=True))" in one.text
     full = with_numbers(numbers("activation", "a", [1.0], "fp32"), precision="fp32")
     assert not [one for one in verdict(full).statements if one.topic == "precision"]
 
@@ -242,8 +245,31 @@ def test_later_modules_are_not_blamed_for_what_they_received() -> None:
     )
     one = said(run, "overflow")
     assert one.bf16 == ("b",)
-    assert "What is not finite in 2 later modules may have come from there" in one.text
+    assert "What is not finite in 2 other modules may have come from there" in one.text
     assert "1 module around" in one.text
+
+
+def test_modules_without_a_finite_number_only_received_it() -> None:
+    inf, nan = math.inf, math.nan
+    run = with_numbers(
+        numbers("activation", "block", [inf, 6e4], "fp32"),
+        numbers("activation", "block.mlp", [inf, 6e4]),
+        numbers("activation", "norm", [nan, nan], "fp32"),
+        numbers("activation", "head", [nan, nan]),
+    )
+    one = said(run, "overflow")
+    assert one.bf16 == ("block.mlp",)
+    assert "not finite in 3 other modules may have come from there" in one.text
+    assert Plan.parse(verdict(run).plan).rules == (ModuleRule("block.mlp", "bf16"),)
+
+
+def test_what_is_not_finite_before_an_overflow_did_not_come_from_it() -> None:
+    run = with_numbers(
+        numbers("activation", "a", [math.nan, 1.0], "fp32"), numbers("activation", "b", [math.inf, 6e4])
+    )
+    texts = [one.text for one in verdict(run).statements if one.topic == "overflow"]
+    assert texts[0].startswith("50 % of the activations of a (fp32) are not finite, from step 1 on.")
+    assert texts[1].startswith("fp16 is safe for all recorded layers but b")
 
 
 def test_what_is_not_finite_in_bf16_is_no_matter_of_fp16() -> None:
@@ -318,6 +344,7 @@ def test_updates_lost_in_low_weights_are_bad() -> None:
     [
         ((True,) * 10, "good", "The loss scale stayed at 8. No step was skipped."),
         ((False, *(True,) * 9), "good", "1 of 10 steps was skipped, the last at step 1: overflow (w)."),
+        ((False, False), "note", "2 of 2 steps were skipped"),
         ((*(True,) * 7, False, False, False), "bad", "The last 3 steps were all skipped."),
         ((*(True,) * 90, *(False, True) * 5), "bad", "10 % of the steps were skipped"),
         ((*(True,) * 10, *(False, True) * 5), "good", "5 of 20 steps were skipped"),
@@ -333,8 +360,13 @@ def test_skips_count_by_where_they_stand(stepped: tuple[bool, ...], level: str, 
     ("losses", "level", "words"),
     [
         ((1.0, 2.0), "note", "rose from 1.00 to 2.00"),
-        ((1.0, math.nan, 0.5), "note", "was not finite at 1 of 3 steps, first 2, and ends at 0.500"),
-        ((1.0, math.inf), "bad", "ends at inf; it was not finite at 1 steps, first 2"),
+        (
+            (1.0, math.nan, 0.5),
+            "note",
+            "was not finite at 1 of 3 steps, first 2, and ends at 0.500. fp.diagnose(",
+        ),
+        ((1.0, math.inf), "bad", "ends at inf; it was not finite at 1 step, first 2"),
+        ((math.nan,), "bad", "ends at nan; it was not finite at 1 step, first 1"),
     ],
 )
 def test_losses(losses: tuple[float, ...], level: str, words: str) -> None:
@@ -344,6 +376,20 @@ def test_losses(losses: tuple[float, ...], level: str, words: str) -> None:
     one = said(TrainingRun(recorded().run.header, steps), "loss")
     assert one.level == level
     assert words in one.text
+
+
+def test_a_loss_that_is_not_finite_blames_no_parameter() -> None:
+    forward = "forward: the loss is not finite, whatever the scale"
+    steps = (
+        TrainedStep(1, True, "stepped", 8.0, 8.0, 1.0, None, 0, 1.0),
+        TrainedStep(2, False, forward, 8.0, 8.0, None, "head.bias", 1, math.nan),
+    )
+    run = replace(recorded().run, steps=steps, findings=())
+    assert "head.bias" not in said(run, "scale").text
+    assert scale_events(run)[-1].culprit is None
+    assert "fp.diagnose" in said(run, "loss").text
+    found = replace(recorded().run, steps=steps)
+    assert "fp.diagnose" not in said(found, "loss").text
 
 
 def test_optimizers_that_step_alone_have_losses_of_their_own() -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import floatplan as fp
 from floatplan.errors import StepError
+from floatplan.policy import ModuleRule
 
 POLICY = fp.Policy.unified(slow_kernels=True)
 FP32 = ("mlp", "cnn", "transformer", "lstm")
@@ -143,12 +144,27 @@ def test_an_overflow_has_its_number_its_limit_its_way_and_a_rule_that_helps() ->
     assert "does not fit fp16, whose largest value is 65504" in found.cause
     assert found.fine_in_float32 is True
     assert found.chain[-1] == "head"
-    assert 'module = "middle" precision = "fp32"' in found.fix
-    rule = "[[rule]]" + found.fix.partition("[[rule]]")[2].partition(";")[0].replace(
-        '" precision', '"\nprecision'
-    )
-    plan = fp.Plan.parse("[default]\nprecision = 'fp32'\n" + rule.replace("]] ", "]]\n"))
-    assert fp.diagnose(of.model, of.closure, precision=plan).is_healthy
+    assert plan_in(found.fix) == fp.Plan("fp16", (ModuleRule("middle", "fp32"),))
+    assert found.fix.endswith("; or train in bf16")
+
+
+def plan_in(fix: str) -> fp.Plan:
+    """What the code that is to be copied makes."""
+    plan = eval(fix[fix.index("fp.Plan.parse(") : fix.index(" as precision")])
+    assert isinstance(plan, fp.Plan)
+    return plan
+
+
+def test_the_plan_to_copy_helps_and_a_step_by_a_plan_gets_a_rule_to_add() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    nn.init.constant_(model[0].weight, 1.7e38)  # twice that fits float32 and not bf16
+
+    def found(precision: str | fp.Plan) -> fp.Diagnosis:
+        return fp.diagnose(model, lambda: model(torch.ones(1, 2)).sum(), precision=precision)
+
+    assert found(plan_in(found("bf16").fix)).is_healthy
+    rule = 'one more rule of the plan: {module = "0", precision = "fp32"}'
+    assert found(fp.Plan("bf16")).fix.endswith(rule)
 
 
 def test_what_a_machine_keeps_in_float32_is_said() -> None:

@@ -90,7 +90,8 @@ class Settings:
         if notes:
             self.say(
                 f"in this autocast region on {device}: {'; '.join(notes)}. "
-                "Policy.unified(slow_kernels=True) runs them in the low format all the same"
+                "policy=fp.Policy.unified(slow_kernels=True), of autocast or fp.Settings, runs them in the "
+                "low format all the same"
             )
         _said.add((device, self.dtype))
 

@@ -29,6 +29,9 @@ def header_of(
     if subject.fused:
         names = ", ".join(name or "the model" for name in subject.fused[:6])
         said.append(f"compiled, so that only what comes out is seen, and no cast inside: {names}")
+    if subject.scripted:
+        names = ", ".join(name or "the model" for name in subject.scripted[:6])
+        said.append(f"TorchScript, of which only parameters are seen: {names}")
     ranks = torch.distributed.get_world_size() if _has_ranks() else 1
     if ranks > 1:
         said.append(f"numbers are those of the first of {ranks} ranks")

@@ -33,6 +33,8 @@ from floatplan.watch.steps import MOST_PENDING, Lines, RecordedStep, Sink, Timed
 
 LIVE_SECONDS = 0.5
 """After which a live view is told of steps."""
+FILE_SECONDS = 10.0
+"""After which steps are written: what a report of a training that runs, or was killed, may lack."""
 
 
 class Recording:
@@ -58,6 +60,7 @@ class Recording:
         self._last_end: Moment | None = None
         self._optimizers = 1
         self._step: RecordedStep | None = None
+        self._listening: weakref.finalize[Any, Recording] | None = None
         self._regions = 0
         self._forward: Moment | None = None
         self._entered = ExitStack()
@@ -97,7 +100,7 @@ class Recording:
         if self._lines is None:
             subject = Subject(self._models)
             resumes = self._steps > 0
-            if self._occupied() and not resumes:
+            if is_first_rank() and self._occupied() and not resumes:
                 raise RecordingError(
                     f"{self.folder} holds the run of another training; name a new folder, or, to go on with "
                     "that training, load its checkpoint before the first step"
@@ -123,8 +126,16 @@ class Recording:
             assert self._subject is not None
             if lines.sinks and self._pace.is_due(self._steps, self._optimizers):
                 self._pace.begins()
-                self._step.numbers = StepNumbers(self._subject)
+                self._listen(self._step)
         return self._step
+
+    def _listen(self, step: RecordedStep) -> None:
+        """Count the numbers of a step, of what the models hold by now."""
+        step.numbers = numbers = StepNumbers(Subject(self._models))
+        if self._listening is not None:
+            self._listening.detach()
+        self._listening = weakref.finalize(self, numbers.close)  # if it ends in the middle of the step
+        self._listening.atexit = False
 
     # --- What an Amp tells ----------------------------------------------------------------------------
 
@@ -154,7 +165,7 @@ class Recording:
     def backward_of(self, loss: Tensor) -> AbstractContextManager[Any]:
         """The backward of ``loss``, not scaled, runs in this context."""
         if not self._is_closed:
-            self._begun().losses.append(loss.detach())
+            self._begun().losses.append(_kept(loss))
         return self.timed("backward")
 
     def micro_batch_ended(self) -> None:
@@ -201,7 +212,8 @@ class Recording:
         lines.pending.append(step)
         if step.numbers is not None:
             step.numbers.close()
-        is_full = len(lines.pending) >= MOST_PENDING or (self.is_live and lines.is_late(LIVE_SECONDS))
+        is_late = lines.is_late(LIVE_SECONDS if self.is_live else FILE_SECONDS)
+        is_full = is_late or len(lines.pending) >= MOST_PENDING
         if step.numbers is not None or refused or is_full:
             lines.flush()
         if step.numbers is not None:
@@ -246,7 +258,7 @@ class Recording:
             result: of `GradScaler.step`; None where the optimizer stepped by itself.
 
         Raises:
-            RecordingError: the recording was not given models, or is an Amp's.
+            RecordingError: the recording was not given models, or is an Amp's; or an argument does not fit.
         """
         if not self._is_own_loop:
             raise RecordingError(
@@ -255,9 +267,10 @@ class Recording:
             )
         if self._is_closed:
             return
+        _check_told(loss, result)
         step = self._begun()
         if loss is not None:
-            step.losses.append(loss.detach())
+            step.losses.append(_kept(loss))
         if step.numbers is not None:
             step.numbers.gradients(1.0)
             step.numbers.stepped()
@@ -302,6 +315,23 @@ def _short(precision: str) -> str:
         return format_of(precision).name
     except PolicyError:
         return precision  # "auto", "a Plan", or what the user calls it
+
+
+def _kept(loss: Tensor) -> Tensor:
+    """A copy: loops add to a loss that they were given, or take it out of a large tensor."""
+    return loss.detach().clone()
+
+
+def _check_told(loss: object, result: object) -> None:
+    if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()):
+        got = (
+            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        )
+        raise RecordingError(f"the loss must be a tensor with one real number, or None; got {got}")
+    if result is not None and not isinstance(result, StepResult):
+        raise RecordingError(
+            f"result must be what the step of a fp.GradScaler returned, or None; got {type(result).__name__}"
+        )
 
 
 def _checked_every(every: object) -> int | None:

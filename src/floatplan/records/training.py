@@ -83,6 +83,11 @@ class TrainedStep:
     backward_seconds: float | None = None
     step_seconds: float | None = None
 
+    @property
+    def blamed(self) -> str | None:
+        """`culprit`, where that says something: a loss that is not finite spoils the gradients of all."""
+        return None if "forward: " in self.reason else self.culprit
+
 
 @dataclass(frozen=True, slots=True)
 class NumbersRecord:
@@ -117,7 +122,7 @@ class LostUpdates:
     Attributes:
         name: qualified name of the parameter.
         dtype: of the weights.
-        count: how many weights, of an even sample of large ones, had a gradient that is not 0.
+        count: how many weights, of an even sample of large ones, had a finite gradient but 0.
         lost: of those, how many did not change in their own format: the update rounded away.
         lost_in: format to how many would not have changed, had weights and result been rounded to it. Of a
             format as wide as the weights' or wider this is not told.
@@ -201,7 +206,7 @@ def scale_history(steps: Iterable[TrainedStep]) -> tuple[ScaleEvent, ...]:
     for one in steps:
         good = good + 1 if one.stepped else 0
         if not one.stepped:
-            found.append(ScaleEvent(one.step, "skip", one.scale, one.next_scale, one.reason, one.culprit))
+            found.append(ScaleEvent(one.step, "skip", one.scale, one.next_scale, one.reason, one.blamed))
         elif one.next_scale is not None and one.next_scale != one.scale:
             grew = one.next_scale > one.scale
             cause = f"{good} step{'s' if good > 1 else ''} in a row without overflow" if grew else one.reason

@@ -28,10 +28,12 @@ def drift_notes(run: Run) -> list[str]:
         if first is not None:
             where = first.module or "the model itself"
             op = f" ({first.op})" if first.op else ""
-            said.append(
-                f"{row}: first leaves float32 at step {first.step} in {where}{op}: {_number(first.distance)} "
-                f"where {first.format} explains {_number(first.explained)}"
+            how = (
+                f"{_number(first.distance)} where {first.format} explains {_number(first.explained)}"
+                if math.isfinite(first.distance)
+                else "its result is not finite, and float32's is"
             )
+            said.append(f"{row}: first leaves float32 at step {first.step} in {where}{op}: {how}")
         said += [
             f"{row}: not compared with float32: {record.unjudged}" for record in records if record.unjudged
         ]

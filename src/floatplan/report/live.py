@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from floatplan.records import (
     FindingRecord,
@@ -29,6 +30,8 @@ RECENT = 50
 """Steps whose mean time gives the steps per second."""
 EVERY = 100
 """Steps from one plain line to the next."""
+STEP_WIDTH = len("step 100,000")
+"""Columns of a terminal that the number of the step keeps."""
 
 
 class View(Protocol):
@@ -197,10 +200,11 @@ class LiveLine:
     def __init__(self, console: Console, steps: int | None = None, course: Course | None = None) -> None:
         self._console = console
         self._course = course or Course()
+        # In a narrow terminal the end of the text is cut off, not the number of the step.
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}", markup=False),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=STEP_WIDTH)),
+            *([] if steps is None else [BarColumn(bar_width=20)]),
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
             TimeElapsedColumn(),
             console=console,
         )
@@ -250,7 +254,7 @@ def worth_a_line(record: TrainingHeader | TrainingRecord) -> list[str]:
         in_format = f" in {record.precision}" if record.precision else ""
         return [f"{record.model}{in_format} on {record.device}{goes_on}"]
     if isinstance(record, TrainedStep) and not record.stepped:
-        culprit = f" ({record.culprit})" if record.culprit else ""
+        culprit = f" ({record.blamed})" if record.blamed else ""
         after = (
             ""
             if record.next_scale is None

@@ -147,7 +147,9 @@ class ModuleRow:
         risk: Risk = "none"
         amount = 1 / (2 + max(room, 0.0)) if room is not None else 0.0
         if numbers.not_finite and FORMATS[name].max <= FORMATS[self.dtype].max:
-            risk, amount = "not finite", numbers.not_finite
+            # Those that overflow themselves stand before those that received it, however much.
+            is_cause = room is not None and room < NEAR
+            risk, amount = "not finite", (is_cause + numbers.not_finite) / 2
         elif overflow:
             risk, amount = "overflow", overflow
         elif room is not None and room < NEAR and self.what in ("activation", "weight"):
@@ -279,5 +281,5 @@ def judged_format(run: TrainingRun) -> str:
 
 
 def by_risk(rows: Iterable[ModuleRow], name: str) -> tuple[ModuleRow, ...]:
-    """Rows in order of their risk in a format, the largest first."""
-    return tuple(sorted(rows, key=lambda row: -row.fits[name].score))
+    """Rows in order of their risk in a format, the largest first; of the same, the innermost module."""
+    return tuple(sorted(rows, key=lambda row: (-row.fits[name].score, -len(row.module.split(".")))))

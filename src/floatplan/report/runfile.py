@@ -28,6 +28,7 @@ from floatplan.records import (
     WeightsRecord,
 )
 from floatplan.report.lines import SCHEMA, Line, parse_line, text_of
+from floatplan.report.statement import listed
 
 RUN_FILE = "run.jsonl"
 PLAN_FILE = "plan.toml"
@@ -143,8 +144,11 @@ def read_run(folder: Path) -> AnyRun:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
+        inside = sorted(str(run.parent) for run in folder.glob(f"*/{RUN_FILE}"))
+        runs = f", such as {listed(inside)}" if inside else ""
         raise RunFolderError(
-            f"cannot read {path}: {error.strerror}; name a folder that compare or a recorded training wrote"
+            f"cannot read {path}: {error.strerror}; name a folder that compare or a recorded training "
+            f"wrote{runs}"
         ) from error
     whole, cut_off = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
     header, *rest = whole.splitlines() or [""]

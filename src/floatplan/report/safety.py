@@ -34,18 +34,34 @@ def overflow_statements(run: TrainingRun, rows: Iterable[ModuleRow]) -> list[Sta
     broken = [row for row in mine if row.numbers.not_finite and row.dtype != "fp16"]
     past = [row for row in mine if row.fits["fp16"].overflow and row not in broken]
     near = [row for row in mine if row.fits["fp16"].risk == "near" and row not in broken]
-    found = [_not_finite(run, broken)] if broken else []
+    received = _received(run, broken, innermost(past)) if past else []
+    born = [row for row in broken if row not in received]
+    found = [_not_finite(run, born)] if born else []
     if past:
-        found.append(_past(run, mine, past))
+        found.append(_past(run, mine, past, len(received)))
     elif near:
         found.append(_near(run, mine, near))
     elif not broken:
-        found.append(_all_fit(mine))
+        found.append(_all_fit(run, mine))
     return found
 
 
-def _past(run: TrainingRun, rows: list[ModuleRow], past: list[ModuleRow]) -> Statement:
+def _received(run: TrainingRun, broken: list[ModuleRow], past: list[ModuleRow]) -> list[ModuleRow]:
+    """Those in wider formats that an overflow in fp16 may have reached: around a cause or after it."""
+    order = {name: place for place, name in enumerate(run.header.modules)}
+    causes = [row for row in _causes(run, past)[0] if row.dtype == "fp16"]
+
+    def may_come_from(row: ModuleRow, cause: ModuleRow) -> bool:
+        is_around = not row.module or cause.module.startswith(row.module + ".")
+        is_later = order.get(row.module, 0) > order.get(cause.module, 0)
+        return (is_around or is_later) and first_step(run, row) >= first_step(run, cause)
+
+    return [row for row in broken if any(may_come_from(row, cause) for cause in causes)]
+
+
+def _past(run: TrainingRun, rows: list[ModuleRow], past: list[ModuleRow], received: int) -> Statement:
     causes, inherited = _causes(run, innermost(past))
+    inherited += received
     names = listed([f"{row.label} ({_how_much(row)})" for row in causes])
     safe = {row.module for row in rows} - {row.module for row in past}
     text = f"fp16 is safe for all recorded layers but {names}" if safe else f"fp16 is too narrow for {names}"
@@ -54,8 +70,8 @@ def _past(run: TrainingRun, rows: list[ModuleRow], past: list[ModuleRow]) -> Sta
     if around:
         text += f" So it is in {_modules(around)} around."
     if inherited:
-        later = "one later module" if inherited == 1 else f"{inherited:,} later modules"
-        text += f" What is not finite in {later} may have come from there."
+        others = "one other module" if inherited == 1 else f"{inherited:,} other modules"
+        text += f" What is not finite in {others} may have come from there."
     happened = any(row.dtype == "fp16" for row in past)
     short = f"{causes[0].label} {'overflows' if happened else 'would overflow'} fp16"
     level: Level = "bad" if happened else "note"
@@ -81,12 +97,14 @@ def _near(run: TrainingRun, rows: list[ModuleRow], near: list[ModuleRow]) -> Sta
     return Statement("note", "overflow", f"{worst.label} is near fp16's limit", text, modules)
 
 
-def _all_fit(rows: list[ModuleRow]) -> Statement:
+def _all_fit(run: TrainingRun, rows: list[ModuleRow]) -> Statement:
+    steps = {record.step for record in run.numbers}
+    when = f" at step {min(steps):,}" if len(steps) == 1 < len(run.steps) else ""
     worst = max(rows, key=lambda row: row.numbers.largest)
     modules = len({row.module for row in rows})
     room = f", {_room(worst)} below {count(LIMIT)}" if worst.numbers.largest else ""
     text = (
-        f"fp16 is wide enough for the activations of all {modules:,} recorded modules: the largest is "
+        f"fp16 is wide enough for the activations of all {modules:,} recorded modules{when}: the largest is "
         f"{significant(worst.numbers.largest)} in {worst.label}{room}."
     )
     return Statement("good", "overflow", "", text)
@@ -99,7 +117,7 @@ def _not_finite(run: TrainingRun, rows: list[ModuleRow]) -> Statement:
     more = f", and so are some of {inherited:,} more modules" if inherited else ""
     text = (
         f"{share(first.numbers.not_finite)} of the activations of {first.label} ({first.dtype}) are not "
-        f"finite, from step {step:,} on{more}. fp.diagnose(model, closure) says where they begin."
+        f"finite, from step {step:,} on{more}."
     )
     return Statement("bad", "overflow", f"activations of {first.label} are not finite", text)
 
@@ -141,8 +159,14 @@ def _causes(run: TrainingRun, rows: list[ModuleRow]) -> tuple[list[ModuleRow], i
     """
     steps = {row: first_step(run, row) for row in rows}
     earliest = min(rows, key=lambda row: steps[row])
-    causes = [row for row in rows if row is earliest or (row.fits["fp16"].room or 0.0) < NEAR]
+    causes = [row for row in rows if row is earliest or _is_near(row)]
     return causes, len(rows) - len(causes)
+
+
+def _is_near(row: ModuleRow) -> bool:
+    """Whether finite numbers come within a power of two of fp16's largest; not, where there are none."""
+    room = row.fits["fp16"].room
+    return room is not None and room < NEAR
 
 
 def plan_of(run: TrainingRun, statements: Iterable[Statement]) -> str:

@@ -134,12 +134,11 @@ def conclusion(run: Run) -> str:
     if not summaries:
         return "No training finished."
     sound = [summary for summary in summaries if math.isfinite(summary.train_loss.mean)]
-    parts = []
+    parts = [f"{s.row} did not train: its loss is not finite." for s in summaries if s not in sound]
     if _disturbed(run) and len(summaries) > 1:
         parts.append("This run does not tell which row is fastest: its times are not reliable.")
     elif sound:
         parts.append(_on_speed(sound))
-    parts += [f"{s.row} did not train: its loss is not finite." for s in summaries if s not in sound]
     baseline = next((summary for summary in sound if summary.row == BASELINE), None)
     others = [summary for summary in sound if summary is not baseline]
     if baseline is not None and baseline.test_accuracy is not None:

@@ -98,7 +98,8 @@ def timed_parts(steps: Iterable[TrainedStep]) -> tuple[TimedPart, ...]:
         seconds = [value for one in timed if (value := seconds_of(one, part)) is not None]
         if seconds:
             found.append(TimedPart(part, median(seconds), sum(seconds) / whole if whole else 0.0))
-    return tuple(found)
+    # In a loop that tells no parts, all would be rest.
+    return tuple(found) if len(found) > 2 else tuple(found[:1])
 
 
 def cast_rows(casts: Sequence[CastsRecord]) -> tuple[CastsRow, ...]:

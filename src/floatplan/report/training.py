@@ -90,7 +90,15 @@ def about(run: TrainingRun) -> str:
     parts += [f"{header.ranks} processes, of which the first is recorded"] if header.ranks > 1 else []
     parts += [f"{header.accumulate} micro-batches a step"] if header.accumulate > 1 else []
     steps = {record.step for record in run.numbers}
-    recorded = f"Numbers were recorded at {len(steps):,} steps." if steps else "No numbers were recorded."
+    recorded = "No numbers were recorded."
+    if steps:
+        recorded = f"Numbers were recorded at {len(steps):,} step{'s' if len(steps) > 1 else ''}."
+    if len(steps) == 1 and len(run.steps) > 1:
+        (only,) = steps
+        recorded = (
+            f"Numbers were recorded at step {only:,} alone: what is said of them holds there. "
+            "fp.record(folder, every=50) records more."
+        )
     after = f" The training went on from step {header.after:,}." if header.after else ""
     return f"{'; '.join(parts)}. {recorded}{after}"
 
@@ -103,7 +111,7 @@ def said_part(found: Verdict) -> str:
         for one in sorted(found.statements, key=lambda one: ("bad", "note", "good").index(one.level))
     )
     plan = (
-        "<p>The plan that trains in fp16 all that has room in it (see fp.Plan):</p>"
+        "<p>The plan that trains in fp16 all that has room in it; fp.Amp takes it as fp.Plan.load(file):</p>"
         f"<pre>{escape(found.plan.rstrip())}</pre>"
         if found.plan
         else ""

@@ -52,13 +52,13 @@ def loss_figure(lines: Lines) -> Figure:
     for name, steps in lines.items():
         skipped = [one for one in steps if not one.stepped and _is_drawn(one.loss)]
         if skipped:
-            text = [_cause(one.reason, one.culprit) for one in skipped]
+            text = [_cause(one.reason, one.blamed) for one in skipped]
             traces.append(
                 _marks("skip", name, skipped, [one.loss or 0.0 for one in skipped], text, len(lines))
             )
     losses = [one.loss for steps in lines.values() for one in steps if one.loss is not None]
     missing = sum(not math.isfinite(one) for one in losses)
-    gaps = f" A gap is one of {missing:,} losses that are not finite." if missing else ""
+    gaps = f" Gaps: {missing:,} that {'are' if missing > 1 else 'is'} not finite." if missing else ""
     caption = "One point per step, unscaled." + gaps
     if any(len(steps) > MOST_POINTS for steps in lines.values()):
         caption = f"Means over equal stretches of steps, unscaled.{gaps}"

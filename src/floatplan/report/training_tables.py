@@ -7,7 +7,7 @@ from html import escape
 
 from floatplan.formats import FORMATS
 from floatplan.records import CastsRecord
-from floatplan.records.numbers import WHAT_IF
+from floatplan.records.numbers import WHAT_IF, Numbers
 from floatplan.report.explanation import data_size
 from floatplan.report.numbers import MISSING, count, share, significant
 from floatplan.report.ranges import PHRASES, Fit, ModuleRow, by_risk, module_name
@@ -117,11 +117,16 @@ RISK_COLUMNS = (
 )
 
 
+def largest_of(numbers: Numbers) -> str:
+    """The largest finite magnitude; a dash where nothing was finite."""
+    return MISSING if numbers.not_finite and not numbers.largest else significant(numbers.largest)
+
+
 def risk_cells(row: ModuleRow) -> tuple[Cell, ...]:
     """The line of one row, in the order of `RISK_COLUMNS`."""
     numbers = row.numbers
     cells = [Cell(row.label), Cell(NAMES[row.what]), Cell(row.dtype)]
-    cells += [number_cell(numbers.largest, significant(numbers.largest))]
+    cells += [number_cell(numbers.largest, largest_of(numbers))]
     for name in WHAT_IF:
         fit = row.fits[name]
         lost = row.lost_in(name)

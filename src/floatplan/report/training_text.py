@@ -8,12 +8,12 @@ from rich.table import Table
 
 from floatplan.records import ScaleEvent
 from floatplan.report.explanation import data_size
-from floatplan.report.numbers import MISSING, count, share, significant
+from floatplan.report.numbers import MISSING, count, share
 from floatplan.report.ranges import PHRASES, ModuleRow, by_risk, module_name, module_rows
 from floatplan.report.runfile import TrainingRun
 from floatplan.report.timeline import cast_rows, scale_events, timed_parts
 from floatplan.report.training import TOPICS, about, title_of
-from floatplan.report.training_tables import NAMES, PARTS, milliseconds
+from floatplan.report.training_tables import NAMES, PARTS, largest_of, milliseconds
 from floatplan.report.verdict import verdict
 
 MOST_LINES = 30
@@ -31,7 +31,7 @@ def training_lines(run: TrainingRun) -> Iterator[str | Table]:
     for one in found.statements:
         yield f"- {TOPICS[one.topic]}: {one.text}"
     if found.plan:
-        yield "the plan that trains in fp16 all that has room in it:"
+        yield "the plan that trains in fp16 all that has room in it; fp.Amp takes it as fp.Plan.load(file):"
         yield from (f"    {line}" for line in found.plan.splitlines())
     if rows:
         yield risk_table(by_risk(rows, found.format), found.format)
@@ -54,6 +54,7 @@ def risk_table(rows: Sequence[ModuleRow], name: str) -> Table:
         ("module", "kind", "in", "risk", "largest", "room", "too large", "become 0", "zeros", "lost"),
         left=4,
     )
+    table.caption = f"in: the format in which the numbers lie; what follows: had they lain in {name}"
     for row in shown:
         fit, lost = row.fits[name], row.lost_in(name)
         table.add_row(
@@ -61,7 +62,7 @@ def risk_table(rows: Sequence[ModuleRow], name: str) -> Table:
             NAMES[row.what],
             row.dtype,
             PHRASES[fit.risk],
-            significant(row.numbers.largest),
+            largest_of(row.numbers),
             MISSING if fit.room is None else f"{fit.room:.1f}",
             MISSING if fit.overflow is None else share(fit.overflow),
             MISSING if fit.underflow is None else share(fit.underflow),
@@ -116,7 +117,7 @@ def time_table(run: TrainingRun) -> Table:
 
 
 def _table(title: str, columns: tuple[str, ...], left: int) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < left else "right", no_wrap=True)
     if left:

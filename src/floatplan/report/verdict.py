@@ -114,6 +114,12 @@ def precision_statements(run: TrainingRun, rows: tuple[ModuleRow, ...], name: st
     if formats[name]:
         return [Statement("good", "precision", "", text)]
     text = f"{name} was asked for, and no recorded module returned it: {said}."
+    if run.header.device.startswith("cpu"):
+        text += (
+            f" Many CPUs have no fast kernels for {name}, and floatplan keeps float32 there (a "
+            "PrecisionWarning says which). fp.Settings(policy=fp.Policy.unified(slow_kernels=True)) runs it "
+            "all the same, slowly."
+        )
     return [Statement("note", "precision", f"nothing was returned in {name}", text)]
 
 
@@ -122,24 +128,25 @@ def loss_statements(run: TrainingRun) -> list[Statement]:
     found = []
     for place, steps in by_optimizer(run.steps).items():
         whose = "" if place is None else f" of optimizer {place}"
+        bad = [one.step for one in steps if one.loss is not None and not math.isfinite(one.loss)]
+        losses = [one.loss for one in steps if one.loss is not None]
+        if losses and not math.isfinite(losses[-1]):
+            text = (
+                f"The loss{whose} ends at {losses[-1]}; it was not finite at {len(bad):,} "
+                f"step{'s' if len(bad) > 1 else ''}, first {bad[0]:,}."
+            )
+            text += _who_says(run)
+            found.append(Statement("bad", "loss", "the loss is not finite", text))
+            continue
         ends = first_and_last(steps)
         if ends is None:
             continue
         first, last = ends
-        bad = [one.step for one in steps if one.loss is not None and not math.isfinite(one.loss)]
-        losses = [one.loss for one in steps if one.loss is not None]
-        if not math.isfinite(losses[-1]):
-            text = (
-                f"The loss{whose} ends at {losses[-1]}; it was not finite at {len(bad):,} steps, "
-                f"first {bad[0]:,}."
-            )
-            found.append(Statement("bad", "loss", "the loss is not finite", text))
-            continue
         finite = [one for one in losses if math.isfinite(one)]
         if bad:
             text = (
                 f"The loss{whose} was not finite at {len(bad):,} of {len(losses):,} steps, first {bad[0]:,}, "
-                f"and ends at {significant(finite[-1])}."
+                f"and ends at {significant(finite[-1])}.{_who_says(run)}"
             )
             found.append(Statement("note", "loss", "some losses were not finite", text))
         elif last > first and place is None:
@@ -155,6 +162,13 @@ def loss_statements(run: TrainingRun) -> list[Statement]:
             )
             found.append(Statement("good", "loss", "", text))
     return found
+
+
+def _who_says(run: TrainingRun) -> str:
+    """What to ask why a loss is not finite; nothing where a finding says it."""
+    if not all(one.diagnosis.is_healthy for one in run.findings):
+        return ""
+    return " fp.diagnose(model, closure, precision=...) says where that begins."
 
 
 def scale_statements(run: TrainingRun) -> list[Statement]:
@@ -177,6 +191,8 @@ def scale_statements(run: TrainingRun) -> list[Statement]:
     if late > SKIPS and len(half) >= MANY:
         text += f" In the second half of the training {share(late)} of the steps were skipped."
         return [Statement("bad", "scale", f"{share(late)} of its later steps were skipped", text)]
+    if row == len(run.steps):
+        return [Statement("note", "scale", "no step was taken", text)]
     return [Statement("good", "scale", "", text)]
 
 
@@ -210,7 +226,7 @@ def _skips(run: TrainingRun) -> str:
     skipped = [one for one in run.steps if not one.stepped]
     if not skipped:
         return "No step was skipped." if is_scaled(run) else ""
-    causes = Counter((one.reason, one.culprit) for one in skipped).most_common(3)
+    causes = Counter((one.reason, one.blamed) for one in skipped).most_common(3)
     said = "; ".join(
         f"{reason}{_in_brackets(culprit or '', f'{number:,} times' if number > 1 else '')}"
         for (reason, culprit), number in causes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from floatplan.errors import ScalingError
 from floatplan.records import Diagnosis, StepResult
-from floatplan.scaling.evidence import Evidence
+from floatplan.scaling.evidence import FORWARD, Evidence
 from floatplan.step import notes
 from floatplan.step.outcome import Outcome
 from floatplan.step.settings import Settings
@@ -117,12 +117,16 @@ class Afterwards:
         if callable(on_skips):
             on_skips(result)
             return
-        culprit = "" if result.culprit is None else f" (first in the backward: {result.culprit})"
-        found = "" if self._found is None else f" Found: {self._found.sentences()[0]}"
+        # A loss that is not finite spoils all gradients: the parameter says nothing.
+        is_named = result.culprit is not None and FORWARD not in result.reason
+        culprit = f" (first in the backward: {result.culprit})" if is_named else ""
+        found, advice = "", self._advice
+        if self._found is not None:
+            found, advice = f" Found: {self._found.sentences()[0]}", f"What to do: {self._found.fix}"
         where = "" if result.scale == 1.0 else f", at scale {result.scale:g}"
         message = (
             f"{result.skips_in_a_row} steps in a row were skipped: {result.reason}{culprit}{where}. No "
-            f"weight has changed.{found} {self._advice}"
+            f"weight has changed.{found} {advice}"
         )
         if on_skips == "raise":
             raise ScalingError(message)

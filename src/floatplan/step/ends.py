@@ -72,8 +72,13 @@ class Ends:
         if window.is_fresh:
             self.penalties.forget()
         self._forwards.undo(not self._windows.nothing_waits(), self._windows.others_open(window))
+        self._thrown_away()
+
+    def _thrown_away(self) -> None:
         if self.listener is not None:
             self.listener.step_thrown_away()
+        if self.examiner is not None:
+            self.examiner.thrown_away()
 
     # --- Steps ----------------------------------------------------------------------------------------
 
@@ -84,8 +89,7 @@ class Ends:
         if evidence is None:
             done = window.nothing_done(notes.NO_GRADIENTS)
             self._clear(window)
-            if self.listener is not None:
-                self.listener.step_thrown_away()
+            self._thrown_away()
             return StepResult(done)
         return self.closed(window, evidence, schedulers)
 
@@ -108,6 +112,7 @@ class Ends:
             was_refused, values = step_all(window.optimizers, window.batches, refused, window.divisor())
         except BaseException:
             self._clear(window)
+            self._thrown_away()
             raise
         finally:
             self.is_stepping = False

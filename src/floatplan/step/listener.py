@@ -82,5 +82,8 @@ class Examiner(RegionListener, Protocol):
     def step_over(self) -> None:
         """A step has ended, and nobody knows yet whether it was taken."""
 
+    def thrown_away(self) -> None:
+        """What there was of a step will not be one."""
+
     def refused(self, result: StepResult, is_late: bool) -> Diagnosis | None:
         """A step was refused, as is known at its end or later: what was found, if it is time to look."""

@@ -32,8 +32,8 @@ class ForwardRegion:
         self._entered: list[bool] = []
 
     def __enter__(self) -> None:
-        self._forwards.enter()
         try:
+            self._forwards.enter()
             enters = self._keeps_out is None or state.any_region(self._keeps_out)
             if enters:
                 self._region.__enter__()

@@ -20,6 +20,7 @@ from floatplan.engine.watched import watching
 from floatplan.errors import StepError
 from floatplan.formats import format_of
 from floatplan.policy import Policy
+from floatplan.policy.plan import PRECISIONS
 from floatplan.records import Diagnosis
 from floatplan.watch.births import Birth, Births, faults, is_number
 from floatplan.watch.causes import Cause
@@ -181,7 +182,7 @@ class Step:
             culprit.op,
             culprit.where,  # type: ignore[arg-type]
             culprit.cause.text,
-            culprit.cause.fix or _rule(culprit, fine),
+            culprit.cause.fix or _rule(culprit, fine, name),
             tuple(culprit.chain),
             name,
             fine,
@@ -352,11 +353,16 @@ def _explain_arguments(births: Births, module: str, kwargs: Any) -> None:
             birth.cause = _of_batch(f"the arguments of {module}", tensor).cause
 
 
-def _rule(culprit: Birth, fine: bool | None) -> str:
-    """The rule of a plan that gives the module float32."""
+def _rule(culprit: Birth, fine: bool | None, precision: str) -> str:
+    """The plan that gives the module float32, as Python to copy; of a step by a plan, the rule to add."""
     if fine is False:
         return "nothing about precision: look for values that grow, as with too high a learning rate"
     if culprit.where == "loss":
         return "compute the loss in float32: give it logits.float(), or put it into fp.full_precision()"
-    rule = f'[[rule]] module = "{culprit.module}" precision = "fp32"'
-    return f"run the module in float32, by a rule of a fp.Plan: {rule}; or train in bf16"
+    rule = f'{{module = "{culprit.module}", precision = "fp32"}}'
+    if precision not in PRECISIONS:
+        return f"run the module in float32, by one more rule of the plan: {rule}"
+    plan = f"fp.Plan.parse('default.precision = \"{precision}\"\\nrule = [{rule}]')"
+    return f"run the module in float32, with {plan} as precision" + (
+        "; or train in bf16" if precision == "fp16" else ""
+    )

@@ -46,7 +46,7 @@ def sample(tensor: Tensor, order: Sequence[int]) -> Tensor:
 
     The step has no divisor in common with the number of elements, so that no row or column is preferred.
     """
-    flat = tensor.permute(*order).reshape(-1)
+    flat = tensor.permute(tuple(order)).reshape(-1)
     size = flat.numel()
     step = -(-size // SAMPLE)
     while step > 1 and math.gcd(step, size) > 1:
@@ -54,11 +54,26 @@ def sample(tensor: Tensor, order: Sequence[int]) -> Tensor:
     return flat[::step] if step > 1 else flat
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """What is counted of complex numbers, both parts, and of sparse tensors, what is stored."""
-    values = local(tensor)
-    values = values._values() if values.is_sparse else values
-    return torch.view_as_real(values) if values.is_complex() else values
+def _real(tensor: Tensor) -> tuple[Tensor, int]:
+    """What is counted, and how often: of complex numbers, both parts; of sparse and nested tensors, what is
+    stored; of large expanded ones, what lies in memory.
+    """
+    values = _stored(local(tensor))
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    whole = values.numel()
+    if whole > SAMPLE:
+        for dim, stride in enumerate(values.stride()):
+            values = values.narrow(dim, 0, 1) if stride == 0 else values
+    return values, whole // max(1, values.numel())
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor
+    if tensor.is_sparse:
+        return tensor._values()
+    return tensor.to_dense() if tensor.is_mkldnn else tensor.values()
 
 
 # --- Counting -------------------------------------------------------------------------------------------
@@ -68,7 +83,7 @@ def _real(tensor: Tensor) -> Tensor:
 def _table(device: torch.device) -> Tensor:
     """From what `_keys` returns to bins: shape (2**20,), int16. Searching takes 5 times as long."""
     low = [2 * (bits >> 12) + (bits & 0xFFF > 0) for bits in map(_bits, boundaries())]
-    found = torch.bucketize(torch.arange(2**20), torch.tensor(low), right=True)
+    found = torch.bucketize(torch.arange(2**20, device="cpu"), torch.tensor(low, device="cpu"), right=True)
     return found.to(device, torch.int16)
 
 
@@ -97,6 +112,12 @@ def _count(values: Tensor, rows: Tensor | None, counts: Tensor) -> None:
 def _largest(values: Tensor) -> Tensor:
     """Largest finite magnitude of some, 0-dim float32."""
     return torch.where(values.isfinite(), values, 0.0).amax()
+
+
+def rows_of(sizes: Sequence[int]) -> Tensor:
+    """0 as often as the first says, 1 as often as the second, ...; int64 on the CPU."""
+    numbers = torch.arange(len(sizes), device="cpu")
+    return torch.repeat_interleave(numbers, torch.tensor(sizes, dtype=torch.int64, device="cpu"))
 
 
 class _Large(NamedTuple):
@@ -129,12 +150,12 @@ class Histograms(Generic[Key]):
             factor: 0-dim if a tensor; the product is rounded to float32.
             size: of what ``tensor`` is a sample.
         """
-        real = _real(tensor)
-        self._sizes[key] = self._sizes.get(key, 0) + (real.numel() if size is None else size)
+        real, repeated = _real(tensor)
+        self._sizes[key] = self._sizes.get(key, 0) + (repeated * real.numel() if size is None else size)
         values = sample(real, order_of(real)).float().abs()
         has_factor = isinstance(factor, Tensor) or factor != 1.0
         if has_factor:
-            values *= factor
+            values.mul_(factor).abs_()  # a product may have made a NaN with a sign
         device = values.device
         if values.numel() <= SMALL:
             self._pending.setdefault(device, []).append((key, values))
@@ -143,7 +164,7 @@ class Histograms(Generic[Key]):
                 self._count_pending(device)
             return
         if (device, key) not in self._large:
-            zeros = torch.zeros(2, device=device)
+            zeros = torch.zeros(2, dtype=torch.float32, device=device)
             counts = torch.zeros(1, BINS, dtype=torch.int64, device=device)
             self._large[device, key] = _Large(counts, *zeros.unbind())
         found = self._large[device, key]
@@ -161,12 +182,12 @@ class Histograms(Generic[Key]):
         self._waiting[device] = 0
         if not pending:
             return
-        sizes = torch.tensor([values.numel() for _, values in pending])
-        rows = torch.repeat_interleave(torch.arange(len(pending)), sizes).to(device, non_blocking=True)
+        sizes = [values.numel() for _, values in pending]
+        rows = rows_of(sizes).to(device, non_blocking=True)
         values = torch.cat([values for _, values in pending])
         counts = torch.zeros(len(pending), BINS, dtype=torch.int64, device=device)
         _count(values, rows, counts)
-        largest = torch.zeros(len(pending), device=device)
+        largest = torch.zeros(len(pending), dtype=torch.float32, device=device)
         largest.scatter_reduce_(0, rows, torch.where(values.isfinite(), values, 0.0), "amax")
         self._small.append(([key for key, _ in pending], counts, largest))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from floatplan.engine.trees import tensors_in
 from floatplan.watch.tensors import is_number_format
 
 
-@dataclass
+@dataclasses.dataclass
 class Call:
     """A call of a model.
 
@@ -38,7 +39,7 @@ class Call:
 
 def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Of the tensors among a call's arguments: a write to one moves it."""
-    return [tensor._version for tensor in tensors_in((args, kwargs))]
+    return [_torch.version_of(tensor) for tensor in tensors_in((args, kwargs))]
 
 
 def torch_random() -> dict[str, Any]:
@@ -55,17 +56,32 @@ def floating(result: Any) -> Iterator[Tensor]:
 
 
 def cloned(value: Any) -> Any:
-    """A tree with its tensors copied: a forward may write to them."""
+    """A tree with its tensors copied: a forward may write to them. Dataclasses are part of it, too."""
     if isinstance(value, Tensor):
         copied = value.detach().clone()
         return copied.requires_grad_(value.requires_grad)
-    if type(value) is dict:
-        return {key: cloned(item) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        tree: Any = copy.copy(value)
+        for key, item in value.items():
+            tree[key] = cloned(item)
+        return tree
     if type(value) in (list, tuple):
         return type(value)(cloned(item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(cloned, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
+        other: Any = copy.copy(value)
+        for name, item in getattr(value, "__dict__", {}).items():
+            object.__setattr__(other, name, cloned(item))
+        return other
     return value
+
+
+def has_iterator(value: Any) -> bool:
+    """Whether an argument is one that is used up when it is read, as a generator; at any depth."""
+    if isinstance(value, dict | list | tuple):
+        return any(map(has_iterator, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Iterator)
 
 
 # --- Hooks ----------------------------------------------------------------------------------------------
@@ -92,6 +108,7 @@ class Following:
             for number, model in self._models
         ]
         self._handles: list[Any] = []
+        self._of_tensors: list[Any] = []
 
     def calls(self) -> list[Call]:
         """The last ones, in their order."""
@@ -105,6 +122,8 @@ class Following:
 
     def begin(self, with_gradients: bool) -> None:
         """A region is entered; the gradients of what calls return are kept, too, if wanted."""
+        if self._of_tensors:
+            self.backward_over()
         for hooks, with_kwargs, hook in self._hooks:
             hooks[hook] = hook
             with_kwargs[hook] = True
@@ -128,6 +147,12 @@ class Following:
                 handle.remove()
             self._handles.clear()
 
+    def backward_over(self) -> None:
+        """No gradients are waited for: what a call returned may be a weight, which stays."""
+        for handle in self._of_tensors:
+            handle.remove()
+        self._of_tensors.clear()
+
     def _with_all_random(self, number: int) -> Callable[..., None]:
         kept = self._random
 
@@ -135,7 +160,7 @@ class Following:
             if not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 kept[number] = RandomStates().state_dict()
 
-        return hook
+        return _Hook(hook)
 
     def _with_gradients(self, number: int) -> Callable[..., None]:
         kept = self._gradients
@@ -146,9 +171,10 @@ class Following:
             kept[number] = {}
             for place, tensor in enumerate(floating(result)):
                 if tensor.requires_grad:
-                    tensor.register_hook(KeptGradient(kept[number], place))  # type: ignore[no-untyped-call]
+                    keep = KeptGradient(kept[number], place)
+                    self._of_tensors.append(tensor.register_hook(keep))  # type: ignore[no-untyped-call]
 
-        return hook
+        return _Hook(hook)
 
 
 _Kept = tuple[tuple[Any, ...], dict[str, Any], list[int], dict[str, Any]]
@@ -159,26 +185,47 @@ def _keeping(last: dict[int, _Kept], number: int, model: nn.Module) -> Callable[
     parameter = next(model.parameters(), None)
     on_cpu = parameter is None or parameter.device.type == "cpu"
     has_gradients, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
-    state = torch.default_generator.get_state
+    state, version = torch.default_generator.get_state, _torch.version_of
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling() or not has_gradients():
             return  # Dynamo leaves it out of what it compiles; an evaluation
         random = {"torch": state()} if on_cpu else torch_random()
         is_simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        versions = [args[0]._version] if is_simple else versions_of(args, kwargs)
+        versions = [version(args[0])] if is_simple else versions_of(args, kwargs)
         last.pop(number, None)
         last[number] = args, kwargs, versions, random
 
-    return hook
+    return _Hook(hook)
+
+
+class _Hook:
+    """A hook of a model. A copy that is made of the model meanwhile has one that does nothing."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None: ...
 
 
 class KeptGradient:
     """A hook of a tensor that keeps its gradient in a place."""
 
+    __torch_unserializable__ = True  # torch.save does not warn that a tensor has it
+
     def __init__(self, kept: dict[int, Tensor], place: int) -> None:
         self._kept, self._place = kept, place
 
-    def __call__(self, gradient: Tensor) -> None:
-        """The gradient is known."""
-        self._kept[self._place] = gradient.detach()
+    def __call__(self, gradient: Tensor | None) -> None:
+        """The gradient is known; None of what nothing depends on, in a tuple with others."""
+        if gradient is not None:
+            self._kept[self._place] = gradient.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from floatplan.records import Diagnosis, StepResult
 from floatplan.scaling.evidence import FORWARD
 from floatplan.step.precision import Precision
 from floatplan.watch.diagnosis import Step, formats_in, kept_in_float32, kind_of, region_of
-from floatplan.watch.kept import Call, Following, cloned, floating, versions_of
+from floatplan.watch.kept import Call, Following, cloned, floating, has_iterator, versions_of
 from floatplan.watch.tensors import format_name
 from floatplan.watch.untouched import untouched
 
@@ -103,12 +104,22 @@ class LookBack:
     def step_over(self) -> None:
         """A step has ended, and nobody knows yet whether it was taken."""
         self._is_mid_step = False
+        self._following.backward_over()
 
     def stepped(self) -> None:
         """A step was taken."""
         self._steps += 1
         self._is_armed = self._has_told = False
+        self._forget()
+
+    def thrown_away(self) -> None:
+        """What there was of a step will not be one."""
+        self._forget()
+        self._is_mid_step = False
+
+    def _forget(self) -> None:
         self._losses, self._suspects = (), []
+        self._following.backward_over()
 
     # --- Looks ----------------------------------------------------------------------------------------
 
@@ -123,7 +134,7 @@ class LookBack:
             self._has_told, self._last_look = True, self._steps
             return self._looked(result)
         finally:
-            self._losses, self._suspects = (), []
+            self._forget()
 
     def _is_due(self, result: StepResult) -> bool:
         streak = result.skips_in_a_row
@@ -141,6 +152,8 @@ class LookBack:
     def _looked(self, result: StepResult) -> Diagnosis | None:
         try:
             found = self.look(result.scale)
+            if found.is_healthy and FORWARD in result.reason:
+                found = replace(found, **_OF_SOME_LOSS)
         except Exception as error:  # the training goes on, whatever a model does when it runs once more
             LOG.warning("a step was skipped (%s), and could not be looked at again: %s", result.reason, error)
             return None
@@ -230,6 +243,8 @@ class LookBack:
         if found.is_healthy and bad is not None:
             found = bad
         notes = (*found.notes, *said, *again.notes(found.is_healthy))
+        if found.is_healthy and any(map(_is_replica, self._given)):
+            notes += ("Looked at was the part of the batch that this rank has; that of another may be bad.",)
         return replace(found, scale=scale, loss=loss, notes=notes)
 
 
@@ -237,6 +252,11 @@ class _Again:
     """A closure that runs kept calls; its backward begins with the gradients that came into their results."""
 
     def __init__(self, models: Sequence[nn.Module], calls: Sequence[Call]) -> None:
+        if any(has_iterator((call.args, call.kwargs)) for call in calls):
+            raise StepError(
+                "an argument of the model is an iterator, which can be read only once; pass a list, or "
+                "fp.Settings(diagnose=closure), closure being a function that returns the loss"
+            )
         self._models, self._calls = models, calls
         self.least, self.most = math.inf, -math.inf
 
@@ -246,13 +266,19 @@ class _Again:
         for call in self._calls:
             RandomStates().load_state_dict({**RandomStates().state_dict(), **call.random})
             result = self._models[call.number](*cloned(call.args), **cloned(call.kwargs))
-            for place, tensor in enumerate(floating(result)):
+            for place, tensor in enumerate(map(_dense, floating(result))):
                 outputs.append(tensor)
                 known = (call.gradients or {}).get(place)
+                known = None if known is None else _dense(known)
                 fits = known is not None and known.shape == tensor.shape and bool(known.isfinite().all())
                 gradients.append(
                     known.to(tensor.dtype) if known is not None and fits else tensor.new_zeros(())
                 )
+        if not outputs:
+            raise StepError(
+                "the model returned no tensor of floating-point numbers, in tuples, lists and mappings; "
+                "pass fp.Settings(diagnose=closure), closure being a function that returns the loss"
+            )
         for tensor in outputs:
             if tensor.numel():
                 low, high = torch.aminmax(tensor.detach().float())
@@ -272,6 +298,19 @@ class _Again:
                     "Only the forward was looked at: gradients are kept from the first skipped step on."
                 )
         return tuple(dict.fromkeys(said))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """``tensor`` as real numbers in a strided tensor, with its graph."""
+    if tensor.is_nested:
+        tensor = (
+            tensor.values()
+            if tensor.layout is torch.jagged
+            else torch.cat([*map(torch.flatten, tensor.unbind())])
+        )
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class _Begins(torch.autograd.Function):
@@ -307,6 +346,16 @@ def _of_loss(loss: _Loss, precision: str, again: _Again) -> Diagnosis:
     return Diagnosis(False, "", "", "loss", cause, fix, (), precision)
 
 
+_OF_SOME_LOSS: dict[str, Any] = {
+    "is_healthy": False,
+    "where": "loss",
+    "cause": "the loss is not finite, and the last forward of each model is fine; which loss is not known",
+    "fix": "look at other forwards of the step and at what is computed beside the models; "
+    "fp.Settings(diagnose=closure) names the operator, closure being a function that returns the loss",
+}
+"""Where several losses, or several forwards of a model, were part of a step."""
+
+
 def _bad_gradient(calls: Sequence[Call], precision: str, scale: float) -> Diagnosis | None:
     """Of a backward that was not finite before it came to the model."""
     for call in calls:
@@ -333,7 +382,7 @@ def _operators(loss: Tensor) -> tuple[str, ...]:
     found: list[str] = []
     node = loss.grad_fn
     while node is not None and len(found) < 6:
-        found.append(node.name().removesuffix("0").removesuffix("Backward"))
+        found.append(re.sub(r"Backward\d*$", "", node.name()))
         node = next((following for following, _ in node.next_functions if following is not None), None)
     return tuple(dict.fromkeys(found))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from floatplan.errors import FloatplanError
 from floatplan.records import StepResult, TrainedStep, TrainingHeader, TrainingRecord
 from floatplan.step import notes
 from floatplan.watch.clock import Clock, Moment, Span, seconds
@@ -64,6 +64,7 @@ class Lines:
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks, self.pending = sinks, list[RecordedStep]()
         self._flushed = time.perf_counter()
+        self._process, self._told = os.getpid(), False
 
     def is_late(self, after: float) -> bool:
         """Whether nothing was written for so many seconds."""
@@ -73,33 +74,59 @@ class Lines:
         """Write the lines of all steps that wait; waits for the device."""
         pending, self.pending = self.pending, []
         self._flushed = time.perf_counter()
-        try:
-            for step in pending:
-                for record in _records(step):
-                    self.write(record)
-            for sink in self.sinks:
-                sink.flush()
-        except (FloatplanError, OSError) as error:
-            self._give_up(error)
+        if self._is_of_parent():
+            return
+        for step in pending:
+            self.write(_line_of(step))
+            for record in self._numbers_of(step):
+                self.write(record)
+        self._tell(lambda sink: sink.flush())
 
     def write(self, record: TrainingHeader | TrainingRecord) -> None:
-        """One record, to all."""
-        for sink in self.sinks:
-            sink.write(record)
+        """One record, to all; a sink that fails ends the recording, not the training."""
+        self._tell(lambda sink: sink.write(record))
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        try:
+            for sink in self.sinks:
+                call(sink)
+        except Exception as error:
+            self._give_up(error)
+
+    def _is_of_parent(self) -> bool:
+        """In a process that was forked off: the file is its parent's."""
+        if self._process == os.getpid():
+            return False
+        self.sinks, self.pending = [], []
+        return True
+
+    def _numbers_of(self, step: RecordedStep) -> list[TrainingRecord]:
+        """All that was counted in a step; nothing where something could not be."""
+        if step.numbers is None or step.result is None or not self.sinks:
+            return []
+        try:
+            return list(step.numbers.records(step.number, step.result.scale, step.result.stepped))
+        except Exception as error:  # of tensors of a kind that nobody knew
+            if not self._told:
+                self._told = True
+                notes.warn(
+                    f"numbers of step {step.number} are not recorded, and the training goes on: "
+                    f"{type(error).__name__}: {error}"
+                )
+            return []
 
     def _give_up(self, error: Exception) -> None:
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
-            with suppress(FloatplanError, OSError):
+            with suppress(Exception):
                 sink.close()
         notes.warn(f"the training is recorded no more, and goes on: {error}")
 
     def close(self) -> None:
         """Write what waits, and close."""
         self.flush()
-        sinks, self.sinks = self.sinks, []
-        for sink in sinks:
-            sink.close()
+        self._tell(lambda sink: sink.close())
+        self.sinks = []
 
 
 class Timed:
@@ -115,7 +142,7 @@ class Timed:
         self._spans.append((self._begin, self._clock.now()))
 
 
-def _records(step: RecordedStep) -> Iterable[TrainingRecord]:
+def _line_of(step: RecordedStep) -> TrainedStep:
     result = step.result
     assert result is not None
     loss = None
@@ -126,7 +153,7 @@ def _records(step: RecordedStep) -> Iterable[TrainingRecord]:
     if step.begin is not None and step.end is not None and step.numbers is None:
         whole = seconds([(step.begin, step.end)])
         took = {part: seconds(spans) if spans else None for part, spans in step.spans.items()}
-    yield TrainedStep(
+    return TrainedStep(
         step.number,
         result.stepped,
         result.reason,
@@ -140,5 +167,3 @@ def _records(step: RecordedStep) -> Iterable[TrainingRecord]:
         whole,
         *(took[part] for part in PARTS),
     )
-    if step.numbers is not None:
-        yield from step.numbers.records(step.number, result.scale, result.stepped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,14 @@ from torch import Tensor, nn
 from floatplan import _torch
 from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine import cache
+from floatplan.watch.attributes import Attributes, Weights
+
+_looking = threading.local()
+
+
+def is_looking() -> bool:
+    """Whether what this thread runs is a step that is only looked at: see `untouched`."""
+    return getattr(_looking, "depth", 0) > 0
 
 
 class Buffers:
@@ -40,14 +49,18 @@ class Buffers:
 def untouched(model: nn.Module) -> Iterator[None]:
     """All that a step of ``model`` writes to is put back; of other gradients see `gradients_aside`.
 
+    That is: parameters, gradients, buffers, what modules keep besides, and random states. Hooks that act when
+    a gradient is there, as those of an optimizer that steps in the backward, do not run.
+
     Meanwhile the model has copies of its buffers: a backward that waits for its turn may have kept them
     as they are, and would find them changed. (Those of TorchScript, which cannot be replaced, are written
     back.) Torch's anomaly mode, which raises at the first NaN, is off.
     """
+    attributes, weights = Attributes(model), Weights(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(held, dict(held)) for held in map(_torch.buffers_of, model.modules())]
-    random = RandomStates()
-    states = random.state_dict()
+    generators = RandomStates()
+    states = generators.state_dict()
     copies: dict[int, Tensor] = {}
     scripted = [
         (buffer, buffer.clone())
@@ -55,7 +68,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if isinstance(module, torch.jit.ScriptModule)
         for buffer in module.buffers(recurse=False)
     ]
+    _looking.depth = getattr(_looking, "depth", 0) + 1
     try:
+        weights.silence()
         for held, before in buffers:
             for name, buffer in before.items():
                 if buffer is not None:
@@ -65,7 +80,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with cache.set_aside(), torch.autograd.set_detect_anomaly(False):
             yield
     finally:
-        random.load_state_dict(states)
+        _looking.depth -= 1
+        generators.load_state_dict(states)
+        attributes.restore()
+        weights.restore()
         for held, before in buffers:
             held.clear()
             held.update(before)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from floatplan.formats import FORMATS
 from floatplan.records import LostUpdates
-from floatplan.watch.histogram import SMALL, Histograms, local, order_of, sample
+from floatplan.watch.histogram import SMALL, Histograms, local, order_of, rows_of, sample
 from floatplan.watch.tensors import format_name
 
 NARROWER = {
@@ -38,7 +38,7 @@ class _Watched(NamedTuple):
         """That of the gradient."""
         assert self.parameter.grad is not None
         gradient = local(self.parameter.grad)
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
         return sample(gradient, order_of(local(self.parameter)))
 
 
@@ -51,15 +51,14 @@ class _Found(NamedTuple):
 
 
 class Updates:
-    """Weights as they are before a step: a sample of at most `SAMPLE` of each parameter.
+    """Weights as they are before a step: a sample of at most `SAMPLE` of each parameter."""
 
-    Args:
-        parameters: name to parameter, of real numbers; those without ``requires_grad`` are left out.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self) -> None:
         self._groups: list[list[_Watched]] = []
         self._found: list[_Found] = []
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+        """Keep what these are, by name; those without ``requires_grad`` are left out."""
         small: dict[tuple[torch.dtype, torch.device], list[_Watched]] = {}
         for name, parameter in parameters.items():
             if not parameter.requires_grad or parameter.dtype not in NARROWER:
@@ -91,7 +90,9 @@ class Updates:
         wide = dtype if dtype.itemsize >= 4 else torch.float32
         old = _joined([one.before for one in group])
         new = _joined([one.now() for one in group])
-        present = _joined([one.gradient() for one in group]) != 0
+        gradient = _joined([one.gradient() for one in group])
+        # What is not finite is refused, by a scaler that tells nothing, too: no rounding took that.
+        present = (gradient != 0) & gradient.isfinite()
         update = new.to(wide) - old.to(wide)
         masks = [present, present & (new == old)]
         for format in NARROWER[dtype]:
@@ -103,7 +104,7 @@ class Updates:
         if len(group) == 1:
             counts = torch.stack([mask.sum() for mask in masks])[:, None]
         else:
-            owners = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(sizes)).to(old.device)
+            owners = rows_of(sizes).to(old.device)
             counts = torch.zeros(len(masks), len(group), dtype=torch.int64, device=old.device)
             counts.index_add_(1, owners, torch.stack(masks).long())
         self._found.append(_Found([one.name for one in group], dtype, counts))
