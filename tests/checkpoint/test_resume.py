@@ -140,6 +140,16 @@ def test_the_rest_of_an_epoch(name: str, tmp_path: Path) -> None:
     assert len(list(other)) == 4
 
 
+def test_between_epochs_the_generators_of_a_loader_go_on_too(tmp_path: Path) -> None:
+    loader = ResumableLoader(LOADERS["own generator"]())
+    list(loader)
+    fp.save(tmp_path / "a.pt", loader=loader)
+    expected = [batch.tolist() for batch in loader]
+    other = ResumableLoader(LOADERS["own generator"]())
+    fp.load(tmp_path / "a.pt", loader=other)
+    assert [batch.tolist() for batch in other] == expected
+
+
 def test_a_loader_with_fewer_batches_than_were_given() -> None:
     loader = ResumableLoader(range(9))
     running = iter(loader)

@@ -71,6 +71,13 @@ def test_steps_per_second_are_those_of_the_steps_themselves() -> None:
     assert course.text() == "loss 0.500  skipped 0  4.00 steps/s"
 
 
+def test_memory_and_the_time_to_the_last_step_are_shown_where_they_are_known() -> None:
+    course = Course(steps=365, memory=lambda: 3 * 2**20)
+    for number in range(1, 6):
+        course.note(step(number))
+    assert course.text() == "loss 0.500  skipped 0  4.00 steps/s  memory 3 MiB  0:01:30 left"
+
+
 def test_what_is_not_known_is_not_shown() -> None:
     course = Course()
     course.note(step(1, loss=None, seconds=None))

@@ -12,7 +12,7 @@ from floatplan.tasks import RECIPES, DataSource, recipe_named
 
 
 def test_the_tasks_of_the_commands_are_these() -> None:
-    assert list(RECIPES) == ["digits", "digits-linear", "mnist"]
+    assert list(RECIPES) == ["digits", "digits-linear", "mnist", "text"]
 
 
 @pytest.mark.parametrize(("name", "shape"), [("digits", (1, 32, 32)), ("digits-linear", (64,))])
@@ -42,7 +42,7 @@ def test_pixels_are_normalised_over_the_training_split() -> None:
 
 
 def test_schedules_begin_at_the_full_rate() -> None:
-    assert [recipe.schedule(0.0) for recipe in RECIPES.values()] == [1.0, 1.0, 1.0]
+    assert [recipe.schedule(0.0) for recipe in RECIPES.values()] == [1.0] * len(RECIPES)
     assert RECIPES["digits"].schedule(0.5) == pytest.approx(0.5)
     assert RECIPES["digits-linear"].schedule(0.5) == 1.0
 
@@ -50,7 +50,7 @@ def test_schedules_begin_at_the_full_rate() -> None:
 def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(TaskError, match="no task 'digit'; did you mean 'digits'"):
         recipe_named("digit")
-    with pytest.raises(TaskError, match="known tasks: digits, digits-linear, mnist"):
+    with pytest.raises(TaskError, match="known tasks: digits, digits-linear, mnist, text"):
         recipe_named("zzz")
 
 

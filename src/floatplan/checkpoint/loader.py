@@ -60,14 +60,25 @@ class ResumableLoader(Generic[Batch]):
             yield batch
         self._started, self._batches = None, 0
 
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether the next loop goes on with an epoch that was loaded."""
+        return self._resumes
+
     def state_dict(self) -> dict[str, Any]:
-        """Batches given in this epoch, and the random states at its start; between epochs neither."""
-        return {"batches": self._batches, "started": self._started}
+        """Batches given in this epoch, and the random states at its start; between epochs neither.
+
+        Beside them the states of the generators that the loader and its samplers were given.
+        """
+        generators = [generator.get_state() for generator in self._generators()]
+        return {"batches": self._batches, "started": self._started, "generators": generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next loop goes on after the batches in ``state``."""
         self._batches, self._started = state["batches"], state["started"]
         self._resumes = self._started is not None
+        for generator, one in zip(self._generators(), state.get("generators", []), strict=False):
+            generator.set_state(one)
 
     def _replayed(self, started: dict[str, Any]) -> Iterator[Batch]:
         now = self._random.state_dict()

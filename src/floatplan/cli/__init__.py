@@ -20,7 +20,10 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 a training failed, 2 bad input in one line on stderr."""
+    """Run the command line and exit: 0 done, 1 a training failed, 2 bad input in one line on stderr.
+
+    130 and 143: stopped by SIGINT or SIGTERM.
+    """
     sys.exit(run(arguments))
 
 

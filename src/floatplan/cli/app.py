@@ -12,6 +12,7 @@ from floatplan.cli.doctor import doctor
 from floatplan.cli.explain import explain
 from floatplan.cli.replay import replay
 from floatplan.cli.report import report
+from floatplan.cli.train import train
 
 app = typer.Typer(
     name="floatplan",
@@ -24,6 +25,7 @@ app.command()(doctor)
 app.command()(explain)
 app.command()(replay)
 app.command()(report)
+app.command()(train)
 
 
 def _show_version(asked: bool) -> None:

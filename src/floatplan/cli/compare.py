@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from floatplan.cli.folders import new_folder
 from floatplan.cli.options import TASK_HELP
 from floatplan.errors import TaskError
 
@@ -65,7 +64,7 @@ def compare(
             drifts=not no_drift,
         )
     )
-    folder = out or Path("runs") / f"{_in_a_path(plan.recipe.name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or new_folder(plan.recipe.name)
     with RunWriter(folder) as writer:
         run = _train(plan, writer, console, quiet)
     show(run, folder, console)
@@ -132,11 +131,6 @@ def print_comparison(run: Run, console: Console) -> None:
     print_lines(console, (f"- {note}" for note in notes(run)))
     print_lines(console, [f"! {problem}" for problem in run.problems])
     print_lines(console, [conclusion(run)])
-
-
-def _in_a_path(name: str) -> str:
-    """The name of a task as a part of a path: no folders, and no signs that systems refuse."""
-    return re.sub(r"[^\w.-]+", "-", name.replace("\\", "/").rpartition("/")[2])
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -1,3 +1,5 @@
 """What several commands say of the same option."""
 
-TASK_HELP = "digits, digits-linear, mnist, or your own: package.module:function or path/to/file.py:function."
+TASK_HELP = (
+    "digits, digits-linear, mnist, text, or your own: package.module:function or path/to/file.py:function."
+)

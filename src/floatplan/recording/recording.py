@@ -285,6 +285,11 @@ class Recording:
         if step.numbers is not None:
             self._entered.enter_context(step.numbers.casts_heard())
 
+    def flush(self) -> None:
+        """Write what waits, as before a checkpoint that the training may go on from."""
+        if self._lines is not None:
+            self._lines.flush()
+
     def close(self) -> None:
         """Write what waits, and record no more."""
         self._entered.close()

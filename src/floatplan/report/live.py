@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
@@ -18,6 +20,7 @@ from floatplan.records import (
     TrainingHeader,
     TrainingRecord,
 )
+from floatplan.report.explanation import data_size
 from floatplan.report.numbers import count, significant
 from floatplan.report.ranges import LEVELS, PHRASES, judged_format, module_rows
 from floatplan.report.runfile import collect_training
@@ -55,6 +58,10 @@ class View(Protocol):
 class Course:
     """Where a training is.
 
+    Args:
+        steps: how many there will be, if that is known.
+        memory: gives the bytes in use at the peak so far, None where that is not known.
+
     Attributes:
         header: what is trained; None before it is told.
         step: the last one; None before the first.
@@ -63,7 +70,8 @@ class Course:
             is, in words; "" while none is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int | None = None, memory: Callable[[], int | None] = lambda: None) -> None:
+        self._steps, self._memory = steps, memory
         self.header: TrainingHeader | None = None
         self.step: TrainedStep | None = None
         self.skips = 0
@@ -105,17 +113,27 @@ class Course:
         total = sum(self._seconds)
         return len(self._seconds) / total if total else None
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the present rate; None where that or the number of steps is not known."""
+        if self._steps is None or self.step is None or self.rate is None:
+            return None
+        return max(0, self._steps - self.step.step) / self.rate
+
     def text(self) -> str:
-        """Loss, scale, gradient norm, skips, rate and risk, as far as they are known."""
+        """Loss, scale, gradient norm, skips, rate, memory, time left and risk, as far as they are known."""
         step = self.step
         if step is None:
             return "waiting for the first step"
+        memory, left = self._memory(), self.seconds_left
         parts = [
             "" if step.loss is None else f"loss {significant(step.loss)}",
             "" if step.scale == 1.0 else f"scale {count(step.scale)}",
             "" if step.grad_norm is None else f"grad norm {significant(step.grad_norm)}",
             f"skipped {self.skips:,}",
             "" if self.rate is None else f"{significant(self.rate)} steps/s",
+            "" if memory is None else f"memory {data_size(memory) or '0 B'}",
+            "" if left is None else f"{timedelta(seconds=round(left))} left",
             self.risk and f"highest risk: {self.risk}",
         ]
         return "  ".join(filter(None, parts))
@@ -127,11 +145,12 @@ class PlainLines:
     Args:
         console: where they are printed.
         every: steps from one line to the next.
+        course: where the training is.
     """
 
-    def __init__(self, console: Console, every: int = EVERY) -> None:
+    def __init__(self, console: Console, every: int = EVERY, course: Course | None = None) -> None:
         self._console, self._every = console, every
-        self._course = Course()
+        self._course = course or Course()
         self._said = 0
 
     def __enter__(self) -> PlainLines:
@@ -175,11 +194,12 @@ class LiveLine:
     Args:
         console: a terminal.
         steps: how many there will be, if that is known.
+        course: where the training is.
     """
 
-    def __init__(self, console: Console, steps: int | None = None) -> None:
+    def __init__(self, console: Console, steps: int | None = None, course: Course | None = None) -> None:
         self._console = console
-        self._course = Course()
+        self._course = course or Course()
         # In a narrow terminal the end of the text is cut off, not the number of the step.
         self._progress = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=STEP_WIDTH)),
@@ -246,12 +266,18 @@ def worth_a_line(record: TrainingHeader | TrainingRecord) -> list[str]:
     return []
 
 
-def view_for(console: Console | None = None, steps: int | None = None) -> View:
+def view_for(
+    console: Console | None = None,
+    steps: int | None = None,
+    memory: Callable[[], int | None] = lambda: None,
+) -> View:
     """The view that fits the console, by default standard output.
 
     Args:
         console: where to show.
         steps: how many there will be, if that is known.
+        memory: gives the bytes in use at the peak so far, None where that is not known.
     """
     console = Console() if console is None else console
-    return LiveLine(console, steps) if console.is_terminal else PlainLines(console)
+    course = Course(steps, memory)
+    return LiveLine(console, steps, course) if console.is_terminal else PlainLines(console, course=course)

@@ -15,6 +15,7 @@ from floatplan.checkpoint.random_states import RandomStates
 from floatplan.engine.trees import tensors_in
 from floatplan.errors import TaskError
 from floatplan.tasks.images import Shuffled
+from floatplan.tasks.text import Windows
 
 
 class Batches(Protocol):
@@ -61,7 +62,7 @@ class Fetched:
 
 def batches_on(device: torch.device, data: Iterable[Any]) -> Batches:
     """``data`` as a training loop takes it."""
-    if isinstance(data, Shuffled):
+    if isinstance(data, Shuffled | Windows):
         return data
     return Listed(data, device) if isinstance(data, (list, tuple)) else Fetched(data, device)
 

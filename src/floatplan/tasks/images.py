@@ -47,7 +47,7 @@ class Shuffled:
 
     def __init__(self, examples: Examples, batch_size: int, seed: int) -> None:
         self._examples, self.batch_size = examples, batch_size
-        self._order = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         self._shuffled = Examples(torch.empty_like(examples.inputs), torch.empty_like(examples.labels))
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Shuffled:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All is in its new order when this returns."""
-        permutation = torch.randperm(len(self._examples), generator=self._order)
+        permutation = torch.randperm(len(self._examples), generator=self.generator)
         permutation = permutation.to(self._examples.labels.device)
         torch.index_select(self._examples.inputs, 0, permutation, out=self._shuffled.inputs)
         torch.index_select(self._examples.labels, 0, permutation, out=self._shuffled.labels)

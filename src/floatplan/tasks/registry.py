@@ -8,8 +8,11 @@ from floatplan.tasks.function import FunctionRecipe
 from floatplan.tasks.images import ImageRecipe
 from floatplan.tasks.mnist import MNIST_RECIPE
 from floatplan.tasks.task import Recipe
+from floatplan.tasks.text import TEXT, TextRecipe
 
-RECIPES: dict[str, ImageRecipe] = {recipe.name: recipe for recipe in (DIGITS, DIGITS_LINEAR, MNIST_RECIPE)}
+RECIPES: dict[str, ImageRecipe | TextRecipe] = {
+    recipe.name: recipe for recipe in (DIGITS, DIGITS_LINEAR, MNIST_RECIPE, TEXT)
+}
 
 
 def recipe_named(name: str) -> Recipe:

@@ -87,14 +87,15 @@ def check_rows(names: Iterable[str], device: torch.device) -> tuple[Row, ...]:
     for row in rows:
         if rows.count(row) > 1:
             raise TaskError(f"row {row.name!r} is named more than once")
-        if (
-            row.format == "bf16"
-            and device.type == "cuda"
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
+        if row.format == "bf16" and lacks_bf16(device):
             name = torch.cuda.get_device_name(device)
             raise DeviceError(f"row {row.name!r} needs bf16, which {name} has not; leave it out with --rows")
     return rows
+
+
+def lacks_bf16(device: torch.device) -> bool:
+    """Whether ``device`` has no bf16 of its own."""
+    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 class Scaler(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -34,6 +34,7 @@ from floatplan.tasks.batches import (
     random_states_kept,
     seed_all,
 )
+from floatplan.tasks.function import loss_of
 from floatplan.tasks.memory import meter_for
 from floatplan.tasks.registry import recipe_named
 from floatplan.tasks.rows import Row, Scaler, make_amp, make_scaler, notes_on, region, row_named
@@ -82,15 +83,25 @@ class Setup:
     @staticmethod
     def of(task: Task, row: Row, device: torch.device, model: nn.Module) -> Setup:
         """Optimizer and scaler made afresh around ``model``."""
-        optimizer = task.optimizer(model.parameters())
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"the task's optimizer gave a {type(optimizer).__name__}; give a function of the parameters, "
-                "as lambda p: torch.optim.SGD(p, lr=0.1)"
-            )
+        optimizer = optimizer_of(task, model)
         rates = tuple(group["lr"] for group in optimizer.param_groups)
         scaler, amp = make_scaler(row, device.type), make_amp(row, model, optimizer)
         return Setup(task, row, device, model, optimizer, scaler, amp, rates)
+
+
+def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's optimizer over the parameters of ``model``.
+
+    Raises:
+        TaskError: it is none.
+    """
+    optimizer = task.optimizer(model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(
+            f"the task's optimizer gave a {type(optimizer).__name__}; give a function of the parameters, "
+            "as lambda p: torch.optim.SGD(p, lr=0.1)"
+        )
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -225,13 +236,22 @@ def train_step(setup: Setup, batch: Any) -> _Step:
 
 def evaluate(setup: Setup) -> float | None:
     """The accuracy of the task, in the precision of the training; None for a task that has none."""
-    if setup.task.evaluate is None:
-        return None
-    training = {module: module.training for module in setup.model.modules()}
-    setup.model.eval()
     around = region(setup.row, setup.device.type) if setup.amp is None else setup.amp.autocast()
+    return accuracy_of(setup.task, setup.model, around)
+
+
+def accuracy_of(task: Task, model: nn.Module, around: AbstractContextManager[Any]) -> float | None:
+    """What the task's ``evaluate`` says of ``model`` in a region; None for a task that has none.
+
+    Raises:
+        TaskError: it is no share.
+    """
+    if task.evaluate is None:
+        return None
+    training = {module: module.training for module in model.modules()}
+    model.eval()
     with torch.no_grad(), around:
-        accuracy = float(setup.task.evaluate(setup.model))
+        accuracy = float(task.evaluate(model))
     for module, was in training.items():
         module.training = was
     if not 0 <= accuracy <= 1:
@@ -243,18 +263,41 @@ def evaluate(setup: Setup) -> float | None:
 
 def warm_up(setup: Setup, batches: Batches) -> None:
     """Pay the costs of first calls on a copy that is thrown away: two steps, then one of each other size."""
-    try:
-        model = copy.deepcopy(setup.model)
-    except Exception as error:
-        raise TaskError(
-            f"the task's model cannot be copied, which the warm-up does: {type(error).__name__}: {error}"
-        ) from error
+    model = copy_of(setup.model)
     spare = Setup.of(setup.task, setup.row, setup.device, model)
     first, *others = batches.samples()
     with random_states_kept():
         for batch in (first, first, *others):
             train_step(spare, batch)
-    if any(parameter.grad is not None for parameter in setup.model.parameters()):
+    check_was_left(setup.model)
+
+
+def check_trainable(name: str, task: Task, batch: Any) -> None:
+    """Try forward and backward on a copy of the task's model, in float32; draws nothing.
+
+    Raises:
+        TaskError: the model cannot be copied, or the loss raised, is not one number with a graph, or is of
+            another model than it is given.
+    """
+    model = copy_of(task.model)
+    with random_states_kept():
+        loss_of(name, replace(task, model=model), batch).backward()  # type: ignore[no-untyped-call]
+    check_was_left(task.model)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Raises TaskError where it cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise TaskError(
+            f"the task's model cannot be copied, which the warm-up does: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_was_left(model: nn.Module) -> None:
+    """Raises TaskError where a loss that was given a copy of ``model`` has trained it."""
+    if any(parameter.grad is not None for parameter in model.parameters()):
         raise TaskError(
             "the task's loss was given one model and trained another; write it as a function of its "
             "first argument, as lambda model, batch: F.mse_loss(model(batch[0]), batch[1])"
