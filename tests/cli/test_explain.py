@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -115,16 +114,11 @@ def test_a_mistake_is_one_line_and_status_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_help_is_quick_and_loads_no_torch() -> None:
+def test_help_loads_no_torch() -> None:
     script = (
         "import sys; from floatplan.cli import run; status = run(['explain', '--help']); "
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
-    took = []
-    for _ in range(3):  # other work on this machine may slow one down
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        took.append(time.monotonic() - start)
-        assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
     assert "--policy" in done.stdout
-    assert min(took) < 1.5
