@@ -33,6 +33,8 @@ from floatplan.records import (
     TrainingRecord,
 )
 from floatplan.report.runfile import TrainingRun, collect_training
+from floatplan.report.statement import Statement
+from floatplan.report.verdict import verdict
 from floatplan.watch.histogram import Histograms
 
 STEPS, EVERY = 48, 4
@@ -241,3 +243,9 @@ def _record(
 def recorded(precision: str = "fp16") -> Recorded:
     """The trainings that the tests of a session look at."""
     return training(precision=precision)
+
+
+def said(run: TrainingRun, topic: str) -> Statement:
+    """The one thing that is said of a training on a topic."""
+    (one,) = (one for one in verdict(run).statements if one.topic == topic and one.text)
+    return one

@@ -50,7 +50,7 @@ class Subject:
             for name, module in model.named_modules():
                 if inside is not None and (not inside or name.startswith(f"{inside}.")):
                     continue
-                whole = (before + name).rstrip(".") if not name else before + name
+                whole = before + name if name else before.rstrip(".")
                 if isinstance(module, torch.jit.ScriptModule):
                     inside = name
                     self.scripted.append(whole)
@@ -60,7 +60,7 @@ class Subject:
                     self.modules[whole] = module
                 if is_compiled(module):
                     inside = name
-                    self.fused.append(before + name)
+                    self.fused.append(whole)
             known = set(map(id, self.parameters.values()))
             for name, parameter in model.named_parameters():
                 if id(parameter) not in known and _can_be_counted(parameter):
